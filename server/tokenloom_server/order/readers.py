@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import xxhash
 
@@ -90,16 +91,14 @@ class SourceReaders:
             readers = [self.open(i)]
             if source.loss_mask is not None:
                 readers.append(self.open_mask(i, readers[0], source.loss_mask))
+            is_counted = self._is_counted(i) and scheme_of(source.spec).stores_row_counts
+            is_counted = is_counted and len(local) == len(shards)
             for reader in readers:
-                if isinstance(reader, ShardedSource):
-                    in_threads(reader.check, local)
-            if (
-                not known
-                and len(local) == len(shards)
-                and self._is_counted(i)
-                and scheme_of(source.spec).stores_row_counts
-            ):
-                # Each file was just looked at: the first samples need not do so again.
+                looks: list[Callable[[int], object]] = [reader.check] if isinstance(reader, ShardedSource) else []
+                if is_counted and reader is readers[0]:
+                    looks.append(reader.blocks)  # so that the first samples need not ask each file again
+                in_threads(partial(_each, looks), local)
+            if is_counted:
                 self._layout(i, readers[0])
 
     def kept(self, source_id: int, reader: Source) -> Source:
@@ -259,6 +258,11 @@ class SourceReaders:
                 "global_batch_size, or buckets that hold more", source.source, made.size,
             )  # fmt: skip
         return made
+
+
+def _each(looks: Iterable[Callable[[int], object]], shard: int) -> None:
+    for look in looks:
+        look(shard)
 
 
 def bucket_summary(epochs: Epochs) -> str:
