@@ -49,25 +49,26 @@ def matching_files(pattern: str, base_dir: Path) -> tuple[str, ...]:
     """The files that a pattern matches, sorted."""
     # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
     matches = sorted(set(glob.glob(pattern, root_dir=base_dir, recursive=True)))  # noqa: PTH207
-    if not glob.has_magic(pattern):
-        return tuple(match for match in matches if is_named(base_dir / match))
-    folders = {os.path.dirname(match) for match in matches}  # noqa: PTH120
+    folders = {match[: match.rfind("/") + 1] for match in matches if glob.has_magic(pattern)}
     # It passes over folders that may not be entered, and their data would be absent without a word.
     for above in filter(glob.has_magic, map(str, Path(pattern).parents)):
         for folder in glob.iglob(f"{above}/", root_dir=base_dir, recursive=True):  # noqa: PTH207
             if Path(folder).name != "lost+found":  # root's alone, on every disk
-                folders.add(folder.rstrip("/"))
-    # A listing says what is a file, where each would have to be asked.
-    found: set[str] = set()
-    for folder in folders:
-        with os.scandir(base_dir / folder) as entries:
-            found.update(os.path.join(folder, entry.name) for entry in entries if is_named(entry))  # noqa: PTH118
-    return tuple(match for match in matches if match in found)
+                folders.add(folder)
+    # A listing says what is a file, so that only links and folders are asked.
+    found = {folder + name for folder in folders for name in _plain_files(base_dir / folder)}
+    return tuple(match for match in matches if match in found or is_named(base_dir / match))
 
 
-def is_named(path: Path | os.DirEntry[str]) -> bool:
+def _plain_files(folder: Path) -> list[str]:
+    """The names of what is a file in a folder, and no link to one. Raises ``OSError``."""
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+
+
+def is_named(path: Path) -> bool:
     """Whether there is a file, or a link that leads to nothing: who reads it says that."""
-    return path.is_file() or (path.is_symlink() and not os.path.exists(path))  # noqa: PTH110
+    return path.is_file() or (path.is_symlink() and not path.exists())
 
 
 def matching_entries(url: str, io_stats: IoStats) -> Sequence[Entry]:
@@ -99,8 +100,9 @@ def listed_entries(spec: Spec, find: Callable[[Spec, IoStats], Sequence[Entry]])
 
 def check_names(spec: Spec, paths: Iterable[str]) -> None:
     """Raises ``SourceError`` for a file name that a manifest cannot hold."""
+    where = f"source {str(spec)!r}: rename a file: "
     for path in paths:
-        refuse_control_characters(path, f"source {str(spec)!r}: rename a file: ", SourceError)
+        refuse_control_characters(path, where, SourceError)
 
 
 def nearest_folder(path: Path) -> str:
