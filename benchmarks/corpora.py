@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -171,6 +172,34 @@ def write_megatron(prefix: Path, ids: npt.NDArray[np.uint16], lengths: npt.NDArr
         file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallFiles:
+    """So many files of twenty documents, each another one: what files cost, and nothing of what is in them.
+
+    Files: ``<form>/<a hundredth of them>/<number>.<form>``, those of Arrow in one folder; column ``ids``.
+    """
+
+    name: str
+    count: int
+    form: str
+
+    def make(self, folder: Path) -> None:
+        rng = np.random.default_rng(3)
+        for number in range(self.count):
+            within = "." if self.form == "arrow" else f"{number % 100:02d}"
+            path = folder / self.form / within / f"{number:06d}.{self.form}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ids = draw_ids(rng, 20 * 50, VOCABULARY).reshape(20, 50)
+            table = pa.table({"ids": pa.FixedSizeListArray.from_arrays(ids.ravel(), 50).cast(pa.list_(pa.int32()))})
+            if self.form == "parquet":
+                pq.write_table(table, path)
+            elif self.form == "arrow":
+                with pa.OSFile(str(path), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+                    writer.write_table(table)
+            else:
+                path.write_text("".join(json.dumps({"ids": row}) + "\n" for row in ids.tolist()))
+
+
 Corpus = IdCorpus | OwnedCorpus | TextCorpus
 
 #: W1: the data of the comparison with other loaders.
@@ -225,7 +254,7 @@ def files_corpus(count: int) -> IdCorpus:
     return IdCorpus(name=f"files-{count}", sources=(Documents(count=100 * ROW_GROUP, files=20),), links=count // 20)
 
 
-def folder_of(corpus: Corpus, cache: Path = CACHE) -> Path:
+def folder_of(corpus: Corpus | SmallFiles, cache: Path = CACHE) -> Path:
     """Where a corpus lies; made at the first call, anew whenever what it is made of changes."""
     digest = hashlib.blake2b(repr(corpus).encode(), digest_size=4).hexdigest()
     folder = cache / f"{corpus.name}-{digest}"

@@ -15,10 +15,10 @@ MOST_BYTES = 2**28
 _KERNEL_BYTES = 2**16
 
 
-def open_file(path: Path, most_bytes: int = sys.maxsize) -> io.FileIO:
+def open_file(path: Path | str, most_bytes: int = sys.maxsize) -> io.FileIO:
     """Opens a file, and waits for nothing where it is a pipe or a device. Raises ``OSError``, also for these, and for
     more bytes."""
-    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    file = io.FileIO(path, opener=_opened)
     status = os.fstat(file.fileno())
     if stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes:
         return file
@@ -26,6 +26,10 @@ def open_file(path: Path, most_bytes: int = sys.maxsize) -> io.FileIO:
     size = f"it has {status.st_size:,} bytes, and at most {most_bytes:,} are read"
     fault = size if stat.S_ISREG(status.st_mode) else "it is a pipe or a device, and no file"
     raise OSError(errno.EINVAL, fault, str(path))
+
+
+def _opened(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)
 
 
 def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:

@@ -8,8 +8,6 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from tokenloom_proto.seal import canonical
-
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.errors import ConfigError
@@ -32,7 +30,7 @@ def describe(order: PipelineFactory) -> str:
             "base_dir": str(order.resources.base_dir),
             "config": record.config.model_dump(mode="json", exclude_defaults=True),
             "transforms": sorted(record.config.catalog.transforms),
-            "manifest": json.loads(record.manifest.to_json()),
+            "manifest": record.manifest.document(),
             "tokenizer": record.tokenizer.digest if record.tokenizer is not None else None,
             "has_chats": record.tokenizer is not None and record.tokenizer.chat_template is not None,
             "engines": [asdict(engine) if engine is not None else None for engine in engines],
@@ -54,7 +52,7 @@ def rebuild(text: str, index_dir: Path | None = None) -> PipelineFactory:
         raise ConfigError(
             f"has Tokenloom {version('tokenloom')}, and who asks it has {fields['tokenloom']}: install that one there"
         )
-    base_dir, manifest = Path(fields["base_dir"]), Manifest.from_json(canonical(fields["manifest"]))
+    base_dir, manifest = Path(fields["base_dir"]), Manifest.from_document(fields["manifest"])
     catalog = open_catalog(list(manifest.plugins), fields["transforms"])
     config = RunConfig.model_validate(fields["config"], context=catalog)
     definition = None

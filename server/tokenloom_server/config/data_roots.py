@@ -61,20 +61,29 @@ class DataRoots:
         message."""
         if not self.folders and not self.urls:
             return
-        folders: dict[Path, Path] = {}
+        # The files of a source lie in few folders. By those that lie below a root, where they lead: to resolve one is a
+        # call for each part of its path.
+        below: dict[str, Path] = {}
         for path in paths:
             if is_remote(path):
                 refuse_unsafe(what, path)
                 if not any(lies_below(path, url) for url in self.urls):
                     raise self._outside(what, repr(path))
                 continue
+            above, _, name = os.path.join(base_dir, path).rpartition("/")  # noqa: PTH118
+            is_plain = name not in ("", ".", "..")
+            if is_plain and above in below and not os.path.islink(f"{below[above]}/{name}"):  # noqa: PTH114
+                continue
             named = base_dir / path
             if not _is_below(_absolute(named), (*self.folders, *self.written)):
                 raise self._outside(what, repr(path))
-            # The files of a source lie in few folders, and to resolve one is a call for each part of its path.
-            folder = folders.get(named.parent)
-            if folder is None:
-                folder = folders[named.parent] = resolved(named.parent)
+            folder = (below.get(above) if is_plain else None) or resolved(named.parent)
+            if (
+                is_plain
+                and _is_below(_absolute(named.parent), (*self.folders, *self.written))
+                and _is_below(folder, self.folders)
+            ):
+                below[above] = folder
             real = folder / named.name
             if named.name in ("", "..") or os.path.islink(real):  # noqa: PTH114  # Path's own way raises where it may not look
                 real = resolved(real)

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from tokenloom_proto.seal import canonical
-
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.differences import changed_beside, differences, refuse
 from tokenloom_server.config.node import NodeConfig
@@ -89,7 +87,7 @@ def load(
     resources = RunResources(base_dir, index_dir, roots)
     resources.changed = changed_beside(config, recorded)
     check_named(config, resources)
-    manifest = Manifest.from_json(canonical(recorded["manifest"]))
+    manifest = Manifest.from_document(recorded["manifest"])
     resources.check_files(manifest)
     listings = Listings(config.catalog.sources)
     verify(manifest, base_dir, config.catalog.sources, listings)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+
+import xxhash
 
 from tokenloom_server.config.row_rules import RowRules
 from tokenloom_server.config.run import RunConfig
@@ -22,7 +25,7 @@ from tokenloom_server.sources.base import Content, Shard, Source
 from tokenloom_server.sources.block_index import blocks
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.sources.holdout import HoldoutSource
-from tokenloom_server.sources.scheme import ReadRequest
+from tokenloom_server.sources.scheme import ReadRequest, scheme_of
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.sources.tensors.buckets import Bucketing, bucket_index
 from tokenloom_server.sources.tensors.source import FeatureSource
@@ -44,6 +47,8 @@ class SourceReaders:
         self._resources = resources
         # Those of the run's resources that were asked for here.
         self._layouts: dict[int, Layout] = {}
+        #: What their files are known by: to hash 10^5 of them for each question would take a tenth of a second.
+        self._file_keys: dict[int, Hashable] = {}
 
     def open(self, source_id: int) -> Source:
         """A new reader of a source. Raises ``SourceError``."""
@@ -86,9 +91,15 @@ class SourceReaders:
             readers = [self.open(i)]
             if source.loss_mask is not None:
                 readers.append(self.open_mask(i, readers[0], source.loss_mask))
+            is_counted = self._is_counted(i) and scheme_of(source.spec).stores_row_counts
+            is_counted = is_counted and len(local) == len(shards)
             for reader in readers:
-                if isinstance(reader, ShardedSource):
-                    in_threads(reader.check, local)
+                looks: list[Callable[[int], object]] = [reader.check] if isinstance(reader, ShardedSource) else []
+                if is_counted and reader is readers[0]:
+                    looks.append(reader.blocks)  # so that the first samples need not ask each file again
+                in_threads(partial(_each, looks), local)
+            if is_counted:
+                self._layout(i, readers[0])
 
     def kept(self, source_id: int, reader: Source) -> Source:
         """A reader with the rows of this side of the source's holdout; the others are there as empty ones."""
@@ -104,10 +115,8 @@ class SourceReaders:
         """In which order a source's rows come. Raises ``SourceError`` where that takes every file's index, and one
         cannot be read."""
         config = self._record.config
-        source, epochs = config.sources[source_id], config.epochs[source_id]
-        # Lanes, and parts of an epoch, need to know how many rows there are; else a file is opened when its turn comes.
-        is_counted = source.lanes > 1 or not (math.isinf(epochs) or epochs.is_integer())
-        counts = self.row_counts(source_id, reader) if is_counted else None
+        source = config.sources[source_id]
+        counts = self.row_counts(source_id, reader) if self._is_counted(source_id) else None
         if source.shuffle == "none":
             return FileOrder(reader, counts)
         if source.shuffle == "shards":
@@ -116,6 +125,12 @@ class SourceReaders:
         # All lanes together hold a window's rows, and none has less than a window of its own.
         rows = max(1, min(source.shuffle_window_rows, int(layout.rows.sum())) // source.lanes)
         return Windows(layout, config.seed, source_id, rows)
+
+    def _is_counted(self, source_id: int) -> bool:
+        """Whether rows cannot be read before all are counted: for shuffled rows, lanes, and parts of an epoch. Else a
+        file is opened when its turn comes."""
+        source, epochs = self._record.config.sources[source_id], self._record.config.epochs[source_id]
+        return source.shuffle == "rows" or source.lanes > 1 or not (math.isinf(epochs) or epochs.is_integer())
 
     def seen(self, source_id: int, reader: Source) -> Mapping[int, Int64s]:
         """By shard, the rows that another loader had given before the run began. Raises what ``seen.load`` does."""
@@ -186,7 +201,11 @@ class SourceReaders:
         return self._layouts[source_id]
 
     def _files(self, source_id: int) -> Hashable:
-        return self._record.specs[source_id], self._record.shards[source_id]
+        if source_id not in self._file_keys:
+            names = "\n".join(f"{s.path}\n{s.size}\n{s.fingerprint}" for s in self._record.shards[source_id])
+            digest = xxhash.xxh3_128_hexdigest(names.encode())
+            self._file_keys[source_id] = self._record.specs[source_id], digest
+        return self._file_keys[source_id]
 
     # --- rows that are tensors -----------------------------------------------------------------------
 
@@ -239,6 +258,11 @@ class SourceReaders:
                 "global_batch_size, or buckets that hold more", source.source, made.size,
             )  # fmt: skip
         return made
+
+
+def _each(looks: Iterable[Callable[[int], object]], shard: int) -> None:
+    for look in looks:
+        look(shard)
 
 
 def bucket_summary(epochs: Epochs) -> str:

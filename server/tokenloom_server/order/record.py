@@ -167,7 +167,7 @@ class RunRecord:
             "tokenizer": self.tokenizer_fields,
             **({"engine_ids": self.engine_ids._asdict()} if self.engine_ids is not None else {}),
             "vocab_size": self.vocab_size,
-            "manifest": json.loads(self.manifest.to_json()),
+            "manifest": self.manifest.document(),
             **estimates_to_json(self.size_estimates),
             **estimates_to_json(self.phase_estimates, "phase_estimates"),
         }

@@ -10,6 +10,7 @@ is kept but the cursor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -76,10 +77,11 @@ class FileOrder:
         return self._counts
 
 
-def shuffled_files(count: int, seed: int, source_id: int, epoch: int) -> list[int]:
+@lru_cache(maxsize=8)  # who reads and who shows how far that is ask again and again, of 10^5 files perhaps
+def shuffled_files(count: int, seed: int, source_id: int, epoch: int) -> tuple[int, ...]:
     """So many files, sorted by a hash of each; by its number where two are equal."""
     key = draw(seed, Purpose.SHARDS, source_id, epoch)
-    return sorted(range(count), key=lambda shard: (draw(key, Purpose.SHARDS, shard, 0), shard))
+    return tuple(sorted(range(count), key=lambda shard: (draw(key, Purpose.SHARDS, shard, 0), shard)))
 
 
 class ShuffledFiles(FileOrder):
@@ -109,11 +111,13 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, blocks: Iterable[Int64s]) -> Layout:
         """``blocks``: those of each file (``Source.blocks``)."""
-        tables = []
-        for shard, edges in enumerate(blocks):
-            table = np.stack((np.full(len(edges) - 1, shard, np.int64), edges[:-1], np.diff(edges)))
-            tables.append(table[:, table[2] > 0])
-        return cls(*np.concatenate(tables, axis=1))
+        edges = list(blocks)
+        counts = np.array([len(each) for each in edges])
+        first_row = np.concatenate(edges).astype(np.int64)
+        rows = np.diff(first_row, append=0)
+        rows[np.cumsum(counts) - 1] = 0  # where a file ends, no block begins
+        table = np.stack((np.repeat(np.arange(len(edges)), counts), first_row, rows))
+        return cls(*table[:, rows > 0])
 
     def counts(self, shards: int) -> list[int]:
         """The rows of each of so many files."""

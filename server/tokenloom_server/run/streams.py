@@ -152,7 +152,7 @@ def _record(config: RunConfig, mixture: NodeConfig, manifest: Manifest) -> str:
             "format": FORMAT,
             "order_version": ORDER_VERSION,
             "mixture": mixture_order_fields(mixture, config),
-            "manifest": json.loads(manifest.to_json()),
+            "manifest": manifest.document(),
         }
     )
 
@@ -165,4 +165,4 @@ def _frozen(config: RunConfig, name: str, mixture: NodeConfig, record: str) -> M
             f"streams.{name}: its mixture is not the one that it began with, and its samples would be others; put it "
             f"back, or give the new one a name of its own. It began with {canonical(stored['mixture'])}"
         )
-    return Manifest.from_json(canonical(stored["manifest"]))
+    return Manifest.from_document(stored["manifest"])

@@ -7,6 +7,7 @@ a network, one after the other, that would take minutes at each start.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -87,7 +88,8 @@ def _key(spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> str | None:
     """None where a file is missing: the reader of its rows raises the error."""
 
     def described(shard: Shard) -> str:
-        modified = "" if is_remote(shard.path) else (base_dir / shard.path).stat().st_mtime_ns
+        place = os.path.join(base_dir, shard.path)  # noqa: PTH118
+        modified = "" if is_remote(shard.path) else os.stat(place).st_mtime_ns  # noqa: PTH116
         return f"{shard.path}\n{shard.size}\n{shard.fingerprint}\n{modified}\n"
 
     try:

@@ -10,7 +10,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 
 def codec_of(path: str) -> str | None:
     """The compression of a file by its name; None where it has none."""
-    return next((codec for ending, codec in CODECS.items() if path.lower().endswith(ending)), None)
+    return CODECS.get("".join(path.lower().rpartition(".")[1:]))
 
 
 def ending_of(name: str) -> str:

@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,6 +40,9 @@ FILE_THREADS = 16
 #: The same where each answer takes round trips over a network.
 REMOTE_THREADS = 64
 
+#: Files that such a thread takes at once, at most.
+MOST_AT_ONCE = 64
+
 #: What a fingerprint begins with that is made of a file's content.
 HASH = "xxh3"
 
@@ -51,9 +55,10 @@ _Out = TypeVar("_Out")
 
 def fingerprint_of(file: File) -> str:
     """A hash of a file's size, first 64 KiB and last 64 KiB; the modification time has no part in it."""
-    digest = xxhash.xxh3_128(file.size.to_bytes(8, "little"))
-    digest.update(file.read_at(0, FINGERPRINT_BYTES))
-    digest.update(file.read_at(max(0, file.size - FINGERPRINT_BYTES), FINGERPRINT_BYTES))
+    digest, is_small = xxhash.xxh3_128(file.size.to_bytes(8, "little")), file.size <= FINGERPRINT_BYTES
+    head = file.read_at(0, FINGERPRINT_BYTES)
+    digest.update(head)
+    digest.update(head if is_small else file.read_at(file.size - FINGERPRINT_BYTES, FINGERPRINT_BYTES))
     return f"{HASH}:{digest.hexdigest()}"
 
 
@@ -145,9 +150,13 @@ def gap_warning(source: str, shards: Iterable[Shard]) -> str:
 def in_threads(work: Callable[[_In], _Out], items: Iterable[_In], *, remote: bool = False) -> list[_Out]:
     """``map`` over some threads; results, and the error that is raised, follow the order of the items. ``remote``: for
     each a network is waited for."""
-    with pool(REMOTE_THREADS if remote else FILE_THREADS, "files") as threads:
+    items, count = list(items), REMOTE_THREADS if remote else FILE_THREADS
+    # Some at once, where each thread has many: to hand one over costs more than what a local file is asked for.
+    at_once = min(MOST_AT_ONCE, 1 + len(items) // (32 * count))
+    parts = (items[i : i + at_once] for i in range(0, len(items), at_once))
+    with pool(count, "files") as threads:
         try:
-            return list(threads.map(work, items))
+            return list(chain.from_iterable(threads.map(lambda part: list(map(work, part)), parts)))
         except BaseException:
             # Nobody waits for the thousands after the one that failed.
             threads.shutdown(wait=True, cancel_futures=True)
@@ -254,7 +263,7 @@ def open_shard(spec: Spec, shard: Shard, base_dir: Path, io_stats: IoStats | Non
 def _written_since(shard: Shard, file: LocalFile, io_stats: IoStats) -> str | None:
     """``difference`` of a file that was written since it was first opened: a run may go on for weeks, and only its
     beginning compares all files."""
-    name, modified, recorded = str(file.path), file.modified_ns, int(shard.spots.partition(":")[0] or 0)
+    name, modified, recorded = file.path, file.modified_ns, int(shard.spots.partition(":")[0] or 0)
     # Files in the Hub's cache have another kind of fingerprint, and never change.
     if not _is_hashed(shard) or io_stats.modified.setdefault(name, recorded or modified) == modified:
         return None

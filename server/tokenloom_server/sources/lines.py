@@ -26,6 +26,7 @@ from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.sharded import no_rows
 from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.local import LocalFile
 
 _log = logging.getLogger(__name__)
 
@@ -164,7 +165,9 @@ class LinesSource(IndexedSource):
                 start = stream.position if isinstance(stream, FileStream) else 0
                 return row_index.build(start, file.size, _line_ends(stream, head))
 
-            return row_index.cached(self._cache_path(shard, file, "lines"), entry.size, build)
+            # To read one back would take longer than to look through a file of one stride.
+            is_short = isinstance(file, LocalFile) and entry.size <= STRIDE_BYTES and codec_of(entry.path) is None
+            return row_index.cached(None if is_short else self._cache_path(shard, file, "lines"), entry.size, build)
 
 
 def _line_ends(stream: FileStream | Decompressed, data: bytes) -> Iterator[RowEnds]:

@@ -11,7 +11,6 @@ from urllib.parse import unquote
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import escaped, refuse_control_characters
 from tokenloom_server.errors import SourceError, StorageError, reason
-from tokenloom_server.sources.files import in_threads
 from tokenloom_server.storage import listing
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import Entry, stat
@@ -50,14 +49,21 @@ def matching_files(pattern: str, base_dir: Path) -> tuple[str, ...]:
     """The files that a pattern matches, sorted."""
     # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
     matches = sorted(set(glob.glob(pattern, root_dir=base_dir, recursive=True)))  # noqa: PTH207
+    folders = {match[: match.rfind("/") + 1] for match in matches if glob.has_magic(pattern)}
     # It passes over folders that may not be entered, and their data would be absent without a word.
     for above in filter(glob.has_magic, map(str, Path(pattern).parents)):
         for folder in glob.iglob(f"{above}/", root_dir=base_dir, recursive=True):  # noqa: PTH207
             if Path(folder).name != "lost+found":  # root's alone, on every disk
-                with os.scandir(base_dir / folder):
-                    pass
-    are_files = in_threads(lambda match: is_named(base_dir / match), matches)
-    return tuple(match for match, is_file in zip(matches, are_files, strict=True) if is_file)
+                folders.add(folder)
+    # A listing says what is a file, so that only links and folders are asked.
+    found = {folder + name for folder in folders for name in _plain_files(base_dir / folder)}
+    return tuple(match for match in matches if match in found or is_named(base_dir / match))
+
+
+def _plain_files(folder: Path) -> list[str]:
+    """The names of what is a file in a folder, and no link to one. Raises ``OSError``."""
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 
 
 def is_named(path: Path) -> bool:
@@ -94,8 +100,9 @@ def listed_entries(spec: Spec, find: Callable[[Spec, IoStats], Sequence[Entry]])
 
 def check_names(spec: Spec, paths: Iterable[str]) -> None:
     """Raises ``SourceError`` for a file name that a manifest cannot hold."""
+    where = f"source {str(spec)!r}: rename a file: "
     for path in paths:
-        refuse_control_characters(path, f"source {str(spec)!r}: rename a file: ", SourceError)
+        refuse_control_characters(path, where, SourceError)
 
 
 def nearest_folder(path: Path) -> str:

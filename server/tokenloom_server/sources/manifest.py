@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -60,14 +59,16 @@ class Manifest:
         known = ", ".join(repr(source.spec) for source in self.sources) or "none"
         raise SourceError(f"the run's manifest has no source {spec!r}; it has {known}")
 
-    def to_json(self, *, spots: bool = True) -> str:
-        """The canonical text, which ``from_json`` reads; ``digest`` hashes the one without ``spots``."""
+    def document(self, *, spots: bool = True) -> dict[str, Any]:
+        """Plain data, which ``from_document`` reads; ``digest`` hashes its canonical text without ``spots``."""
         sources = [
             {
                 "spec": source.spec,
                 # Spots only where there are some: as records were written before.
                 "shards": [
-                    {k: v for k, v in asdict(s).items() if k != "spots" or (spots and v)} for s in source.shards
+                    {"path": s.path, "size": s.size, "fingerprint": s.fingerprint}
+                    | ({"spots": s.spots} if spots and s.spots else {})
+                    for s in source.shards
                 ],
             }
             for source in self.sources
@@ -75,13 +76,12 @@ class Manifest:
         # Only where there are some, so that the digest of a run without plugins stays.
         plugins = {"plugins": plugins_to_json(self.plugins)} if self.plugins else {}
         transforms = {"transforms": self.transforms} if self.transforms else {}
-        return canonical({"format": FORMAT, "sources": sources, **plugins, **transforms})
+        return {"format": FORMAT, "sources": sources, **plugins, **transforms}
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Raises ``SourceError`` when the text is no manifest or one of another format."""
+    def from_document(cls, document: Any) -> Manifest:
+        """Raises ``SourceError`` when that is no manifest or one of another format."""
         try:
-            document = json.loads(text)
             format_number = document["format"]
             if format_number != FORMAT:
                 raise SourceError(f"the manifest has format {format_number!r}, but this server reads format {FORMAT}")
@@ -96,7 +96,7 @@ class Manifest:
                 plugins_from_json(document.get("plugins", {})),
                 document.get("transforms", {}),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise SourceError(f"this is not a manifest ({type(error).__name__}: {error})") from None
 
     @property
@@ -107,7 +107,7 @@ class Manifest:
     @property
     def digest(self) -> str:
         """SHA-256 of the canonical text: copied files, which have other times of modification, are the same ones."""
-        return hashlib.sha256(self.to_json(spots=False).encode()).hexdigest()
+        return hashlib.sha256(canonical(self.document(spots=False)).encode()).hexdigest()
 
 
 def commits_of(shards: Iterable[Shard]) -> Sequence[str]:

@@ -16,7 +16,7 @@ def for_arrow(file: File) -> Any:
 
     What reading raises comes out of Arrow as it is.
     """
-    return str(file.path) if isinstance(file, LocalFile) else FileStream(file).for_arrow()
+    return file.path if isinstance(file, LocalFile) else FileStream(file).for_arrow()
 
 
 class FileStream:

@@ -17,9 +17,9 @@ from tokenloom_server.storage.file import File
 
 
 class LocalFile(File):
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path | str, name: str) -> None:
         """Raises ``OSError`` where it cannot be opened."""
-        self.path = path
+        self.path = os.fspath(path)
         self.name = name
         self._file = open_file(path)
         self._descriptor = self._file.fileno()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tokenloom_server.storage.file import File
@@ -21,4 +22,4 @@ def open_file(path: str, base_dir: Path, name: str = "", io_stats: IoStats | Non
     if is_remote(path):
         cached = cached_copy(path)
         return RemoteFile(path, name, io_stats or IoStats()) if cached is None else LocalFile(cached, name)
-    return LocalFile(base_dir / path, name)
+    return LocalFile(os.path.join(base_dir, path), name)  # noqa: PTH118  # a Path for each of many files costs more

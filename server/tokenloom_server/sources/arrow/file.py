@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,9 +53,9 @@ def open_arrow(file: File) -> ArrowFile:
     return ArrowFile(file, stream, reader, has_footer)
 
 
-def _mapped(path: Path) -> Any:
+def _mapped(path: str) -> Any:
     """A file as memory. It needs no descriptor, and the kernel fetches what is looked at and not all of it."""
-    with pa.memory_map(str(path)) as file:
+    with pa.memory_map(path) as file:
         begin = file.read_buffer(8)
         return pa.foreign_buffer(begin.address, file.size(), begin)
 

@@ -13,7 +13,7 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Source, TensorFile
-from tokenloom_server.sources.locations import is_named, listed_names, nearest_folder
+from tokenloom_server.sources.locations import listed_names, matching_files, nearest_folder
 from tokenloom_server.sources.scheme import ReadRequest, Scheme
 from tokenloom_server.storage import listing, pointers
 from tokenloom_server.storage.file import File
@@ -56,7 +56,7 @@ class ArrowScheme(Scheme):
         if state.is_file():
             names = _names_in_state(where, str(state), read_file(state))
         else:
-            names = _data_files(path.name for path in folder.glob("*.arrow") if is_named(path))
+            names = _data_files(matching_files("*.arrow", folder))
         if not names:
             raise SourceError(
                 f"{where}: no Arrow file in {str(folder)!r}, expected state.json with data-*.arrow, or *.arrow files "

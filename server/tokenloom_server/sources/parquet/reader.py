@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.storage.arrow_input import for_arrow
 from tokenloom_server.storage.file import File, Range
+from tokenloom_server.storage.local import LocalFile
 from tokenloom_server.storage.remote import RemoteFile
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,9 @@ BATCH_ROWS = 1 << 13
 
 #: Bytes of the footers that are kept, and the footer that goes beyond.
 HELD_FOOTERS_BYTES = 1 << 22
+
+#: Bytes in which a footer lies as a rule.
+TAIL_BYTES = 1 << 16
 
 #: Bytes of a column chunk that are read from the file at once.
 BUFFER_BYTES = 1 << 20
@@ -65,6 +69,11 @@ class ParquetSource(ShardedSource):
         self._refuse_without_rows(self.row_count)
 
     def row_count(self, shard: int) -> int:
+        if shard not in self._group_ends:
+            with self._open(self._shards[shard]) as file:
+                metadata = _metadata_of(file)
+                if metadata is not None:
+                    self._learn(shard, metadata, metadata.schema.to_arrow_schema())
         if shard not in self._group_ends:
             with self._open_parquet(shard):
                 pass
@@ -187,9 +196,12 @@ class ParquetSource(ShardedSource):
         stream = CheckedPages(file, self._rules.most_bytes)
         with file, self._parquet(shard, stream) as parquet:
             if shard not in self._group_ends:
-                self._selection(shard, parquet.schema_arrow)
-                self._group_ends[shard] = _group_ends(parquet.metadata)
+                self._learn(shard, parquet.metadata, parquet.schema_arrow)
             yield file, stream, parquet
+
+    def _learn(self, shard: int, metadata: Any, schema: Any) -> None:
+        self._selection(shard, schema)
+        self._group_ends[shard] = _group_ends(metadata)
 
     def _parquet(self, shard: int, stream: CheckedPages) -> Any:
         known = self._footers.get(shard)
@@ -215,7 +227,16 @@ class _Footer(NamedTuple):
 def _group_ends(metadata: Any) -> npt.NDArray[np.int64]:
     """[row groups + 1]: where each begins, and the file's number of rows."""
     counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    return np.cumsum([0, *counts], dtype=np.int64)
+    return np.array([0, *accumulate(counts)], np.int64)
+
+
+def _metadata_of(file: File) -> Any | None:
+    """What the end of a local file says, by one read; None where Arrow does not find all of a footer there, so that it
+    has to look at the file, and say what is wrong."""
+    if isinstance(file, LocalFile):
+        with contextlib.suppress(pa.ArrowException, OSError, UnicodeDecodeError):
+            return pq.read_metadata(pa.BufferReader(file.read_at(max(0, file.size - TAIL_BYTES), TAIL_BYTES)))
+    return None
 
 
 class _BatchSize:
