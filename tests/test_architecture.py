@@ -173,11 +173,18 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     *(
         (coordinated, SERVER_FILE + "cli/serve.py", text, says)
         for text, says in (
-            ("def f(coordinator):\n    with coordinator._lock: ...", "coordinator._lock is the coordinator's own"),
+            ("def f(coordinator):\n    with coordinator._lock: ...", "coordinator._lock is its own"),
             ("def f(served):\n    served.coordinator.one_lock.acquire()", "coordinator.one_lock is"),
             ("class A:\n    def f(self):\n        self._coordinator.epoch = 3", "epoch of _coordinator is written"),
             ("def f(coordinator):\n    coordinator.count += 1", "count of coordinator is written"),
             ("def f(task):\n    task.active.generation.committed = 3", "committed of active is written"),
+        )
+    ),
+    *(
+        (coordinated, SERVER_FILE + "run/attempts.py", f"class A:\n    def f(self):\n        {text}", says)
+        for text, says in (
+            ("self._present._loss", "_present._loss is its own"),
+            ("self._head.uid = ''", "uid of _head is written"),
         )
     ),
     *(

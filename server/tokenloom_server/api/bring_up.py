@@ -29,6 +29,7 @@ from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.revision import differences_of_files
 from tokenloom_server.order.segments import measured_ahead
 from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.past_states import PastStates
@@ -107,7 +108,8 @@ class RunStarter:
             for is_warning, note in label_notes(factory):
                 _log.log(logging.WARNING if is_warning else logging.INFO, "%s: %s", mixture.run, note)
         streams = Streams.of(factory, mixture, self._ledger)
-        coordinator = RunCoordinator(factory, self._ledger, stored.uid, self._timeouts, lease_clock=self._ledger.clock)
+        context = RunContext(factory, self._ledger, self._timeouts, lease_clock=self._ledger.clock)
+        coordinator = RunCoordinator(context, stored.uid)
         leadership = Leadership(coordinator, self._holder)
         return ServedRun(coordinator, leadership, streams, self._past_states_of, origin, mixture), change
 

@@ -285,7 +285,7 @@ class Runs(RunStarter):
         _end_each(LET_GO_S, [served.leadership.end for served in ending])
         for served in ending:
             if why is not None:
-                served.coordinator.await_detached(GOODBYE_S)
+                served.coordinator.sessions.await_detached(GOODBYE_S)
                 for close in served.closers.copy():
                     close()
             served.coordinator.order.resources.close()

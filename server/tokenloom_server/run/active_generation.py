@@ -1,4 +1,4 @@
-"""The present generation of a run, with what belongs to it alone. Pure: the coordinator passes the time in."""
+"""A generation that a server leads, with what belongs to it alone. Pure: the parts of the run pass the time in."""
 
 from __future__ import annotations
 
@@ -8,29 +8,10 @@ from typing import NamedTuple
 
 from tokenloom_server.core.rank_state import RankState
 from tokenloom_server.core.state import State
-from tokenloom_server.ledger.records import StoredRun, date_of
-from tokenloom_server.order.steps import StepGroup
+from tokenloom_server.ledger.records import date_of
+from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.generation import Generation
-
-
-class LedgerLoss(NamedTuple):
-    """What the ledger no longer has: a commit of this generation beyond, or at, this sample index, or so many changes
-    of the revisions."""
-
-    generation: int
-    sample_index: float
-    revision_changes: int
-    #: Unix time.
-    noticed_at: float
-
-    def made_right(self, stored: StoredRun) -> bool:
-        """Whether the ledger has it again, or a generation that was opened since."""
-        if stored.opening is None or stored.committed is None:
-            return False
-        back = (stored.opening.generation, stored.committed.sample_index) >= (self.generation, self.sample_index)
-        back = back and stored.revision_changes >= self.revision_changes
-        return back or stored.opening.opened_at > self.noticed_at
 
 
 class RankView(NamedTuple):
@@ -88,7 +69,7 @@ class GenerationView(NamedTuple):
 
 @dataclass(slots=True)
 class ActiveGeneration:
-    """Changed by the run's coordinator alone, under its lock; others hold it to name the generation."""
+    """Changed by the parts of the run alone, under its lock; others hold it to name the generation."""
 
     generation: Generation
     #: The state at which production begins.
@@ -111,6 +92,26 @@ class ActiveGeneration:
     asked_for: int = 0
     #: By process (nonce), the number that it gave its present stream.
     stream_numbers: dict[str, int] = field(default_factory=dict)
+
+    def note_stream(self, nonce: str, number: int, process: str) -> None:
+        """A process began a stream of this number; ``process``: rank 0's, where it says."""
+        self.stream_numbers[nonce] = number
+        self.process = process or self.process  # which a restarted server did not know
+
+    def ask_for(self, steps: int) -> tuple[BatchPlan, int]:
+        """Production is asked for so many micro-steps; (their plan, how many of their group are published)."""
+        produced = self.generation.produced
+        self.asked_for = produced + steps
+        plan = self.generation.batch_plans.at_step(produced)
+        return plan, produced - plan.group_begin(produced)
+
+    def close(self, closed: bool) -> None:
+        """A revision closes it, or does not."""
+        self.closed = closed
+
+    def listen(self, now: float) -> None:
+        """The server was paused until now: no rank was silent meanwhile, as far as is known."""
+        self.since = now
 
     def view(self, now: float, liveness_s: float) -> GenerationView:
         generation, index_of = self.generation, self.generation.index_of

@@ -13,9 +13,8 @@ from tokenloom_proto.threads import Loop
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, TokenloomError
 from tokenloom_server.ledger.commands import Commit, ThinJournal
 from tokenloom_server.run.active_generation import ActiveGeneration
-from tokenloom_server.run.commits import commit_of
+from tokenloom_server.run.commits import CommitTask, commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.views import CommitTask
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Committer(Loop):
         """Waits until there is something to commit, and commits it; False where the server stops and all is
         committed."""
         # A ledger that is away is left alone for a while, however much there is to write.
-        task = self._coordinator.await_commit(self._not_before_s, may_hurry=not self._failures)
+        task = self._coordinator.commits.await_task(self._not_before_s, may_hurry=not self._failures)
         if task is not None:
             self._commit(task)
         return task is not None
@@ -57,10 +56,10 @@ class Committer(Loop):
         try:
             self._write(task)
         except TokenloomError as error:
-            coordinator.on_commit_failed(task.active, error)
+            coordinator.commits.fail(task.active, error)
         except Exception as error:
             _log.exception("%s: committing failed", coordinator.name)
-            coordinator.fail(task.active, LedgerError(f"committing failed: {type(error).__name__}: {error}"))
+            coordinator.commits.fail(task.active, LedgerError(f"committing failed: {type(error).__name__}: {error}"))
 
     def _write(self, task: CommitTask) -> None:
         coordinator, active, group = self._coordinator, task.active, task.group
@@ -82,11 +81,11 @@ class Committer(Loop):
             self._note_absence(commit.sample_index, error)
             return
         self._failures = 0
-        coordinator.on_committed(task, commit, state)
+        coordinator.commits.made(task, commit, state)
 
     def _note_absence(self, sample_index: int, error: LedgerUnavailable) -> None:
         coordinator = self._coordinator
-        coordinator.on_ledger_away(sample_index, error)
+        coordinator.commits.await_ledger(sample_index, error)
         if not self._failures:
             _log.warning("%s: the ledger is away; commits wait for it: %s", coordinator.name, error)
         backoff_s = _LEDGER_BACKOFF_S[min(self._failures, len(_LEDGER_BACKOFF_S) - 1)]

@@ -60,7 +60,7 @@ class Leadership(Loop):
                         "%s: waiting up to %.0f s for the lease to lapse: %s", coordinator.name, self._lease_s, error
                     )
                 is_logged = True
-                coordinator.stand_by(str(error))
+                coordinator.failover.stand_by(str(error))
             time.sleep(min(0.25, self._lease_s / _ASK_PART))
 
     def _keep(self) -> bool:
@@ -68,7 +68,7 @@ class Leadership(Loop):
             self.let_go()
             return False
         ledger_waits = self._coordinator.lease.ledger_waits
-        self._coordinator.await_lease_work(ledger_waits, self.ending.is_set, self.step())
+        self._coordinator.failover.await_work(ledger_waits, self.ending.is_set, self.step())
         return True
 
     def step(self) -> float:
@@ -85,7 +85,7 @@ class Leadership(Loop):
         """Stops renewing, and lets the lease lapse at once, so that nobody has to wait for it; waits for that at most
         ``timeout_s``."""
         self.ending.set()
-        self._coordinator.wake_lease()
+        self._coordinator.failover.wake()
         super().end(timeout_s)
 
     def let_go(self) -> None:
@@ -120,7 +120,7 @@ class Leadership(Loop):
             timeline = timeline.with_origin(Origin.from_json(openings[0].parent_run))
         timeline = timeline.with_revisions(ledger.revisions(stored.uid, stream))
         timeline = timeline.of_state(stored.committed.state if stored.committed is not None else "")
-        coordinator.lead(epoch, stored, timeline, began, began + self._lease_s, store)
+        coordinator.failover.lead(epoch, stored, timeline, began, began + self._lease_s, store)
         self._away_since = None
 
     def _ask(self) -> float:
@@ -132,7 +132,7 @@ class Leadership(Loop):
         try:
             self._acquire()
         except LeaseHeld as error:
-            self._coordinator.stand_by(str(error))
+            self._coordinator.failover.stand_by(str(error))
             self._away_since = None
             return self._lease_s / _ASK_PART
         return self._lease_s / RENEWALS
@@ -156,9 +156,9 @@ class Leadership(Loop):
                 Renew(*run, *lease, heard_at, generation.number, known_index, known_changes=known_changes)
             )
         except (NotLeader, LedgerRolledBack) as error:
-            coordinator.on_lease_lost(error)
+            coordinator.failover.lose(error)
             return 0.0 if isinstance(error, LedgerRolledBack) else self._lease_s / _ASK_PART
-        coordinator.extend(began + self._lease_s)
+        coordinator.failover.extend(began + self._lease_s)
         if self._away_since is not None:
             _log.info("%s: the lease is renewed after %.1f s", coordinator.name, coordinator.clock() - self._away_since)
             self._away_since = None
@@ -181,6 +181,6 @@ class Leadership(Loop):
             self._away_since = now
             _log.warning("%s: the lease cannot be renewed: %s", coordinator.name, error)
         if not coordinator.lease.held:
-            coordinator.stand_by(str(error))  # who led when it was last heard may be gone
+            coordinator.failover.stand_by(str(error))  # who led when it was last heard may be gone
         elif now >= coordinator.lease.until:
-            coordinator.suspend(str(error))
+            coordinator.failover.suspend(str(error))

@@ -14,7 +14,7 @@ from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.views import ProductionTask
+from tokenloom_server.run.production import ProductionTask
 from tokenloom_server.sources.manifest import verify_spots
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Producer(Loop):
 
     def step(self) -> bool:
         """Waits until micro-steps are wanted, and produces one burst of them; False where the server stops."""
-        task = self._coordinator.production_task()
+        task = self._coordinator.production.await_task()
         if task is not None:
             try:
                 self._produce(task)
@@ -70,7 +70,7 @@ class Producer(Loop):
         except TokenloomError as error:
             self._give_up(task, error)
         else:
-            coordinator.publish(task, group, pipeline.ended, pipeline.dropped_samples)
+            coordinator.production.publish(task, group, pipeline.ended, pipeline.dropped_samples)
             if task.active is not self._compared:
                 self._compared = task.active
                 Background("files", partial(self._compare_files, task), coordinator.name).start()
@@ -81,7 +81,7 @@ class Producer(Loop):
         try:
             verify_spots(order.record.manifest, order.resources.base_dir, time.monotonic() + COMPARE_S)
         except TokenloomError as error:
-            self._coordinator.fail(task.active, error)
+            self._coordinator.production.fail(task.active, error)
 
     def _fill(self, task: ProductionTask, steps: int) -> tuple[Pipeline, StepGroup]:
         """Adds micro-steps to the task's group, on the pipeline under what is in force."""
@@ -133,4 +133,4 @@ class Producer(Loop):
 
     def _give_up(self, task: ProductionTask, error: TokenloomError, level: int = logging.ERROR) -> None:
         self._active = None
-        self._coordinator.fail(task.active, error, level)
+        self._coordinator.production.fail(task.active, error, level)
