@@ -173,6 +173,9 @@ def test_a_state_names_the_revisions_that_were_accepted_before_its_step_was_prod
     before = [json.loads(revise(served, 3, sample_index=120).content)] if is_second else []
     trainer.train(1)
     trainer.ranks[0].take(3)
+    # A state at the first sample that is not produced yet would name the revision.
+    view = served.coordinator.view
+    wait_for(lambda: view().generation.first_unproduced > 16, "samples beyond the four micro-steps")
     content = json.loads(revise(served, sample_index=120).content)
     known_from = served.coordinator.view().generation.first_unproduced  # it may have been less a moment before
     if restarted:  # and what rank 1 did not get yet is produced again, by a server that knows the revision
