@@ -87,16 +87,13 @@ class Attempts:
             _forget_oldest(self._refused)
             self._context.wakes.changed.notify_all()
 
-    def require_own_slot(self, attempt: str, rank: int, nonce: str) -> None:
-        """Raises ``AttemptUsed`` where another process has the slot, whatever that one asked for."""
+    def require_free(self, attempt: str, rank: int, nonce: str) -> None:
+        """Raises ``AttemptUsed`` where another process has the slot, whatever that one asked for, and what another rank
+        of the attempt was refused with."""
         with self._context.lock:
             active = self._present.active
             if active is not None and self._present.is_open(attempt):
                 active.generation.require_own_slot(rank, nonce)
-
-    def require_unrefused(self, attempt: str, rank: int) -> None:
-        """Raises what another rank of the attempt was refused with."""
-        with self._context.lock:
             self._require_unrefused(attempt, rank)
 
     def _require_unrefused(self, attempt: str, rank: int) -> None:

@@ -60,8 +60,7 @@ class JoinHandler:
         deadline = coordinator.clock() + RANK_0_WAIT_S
         call = join_call.with_global_batch_size(call, coordinator.name, config.global_batch_size)
         while True:
-            coordinator.attempts.require_own_slot(call.attempt, call.rank, call.nonce)
-            coordinator.attempts.require_unrefused(call.attempt, call.rank)
+            coordinator.attempts.require_free(call.attempt, call.rank, call.nonce)
             join_call.check(call, coordinator.timeline.sample_bytes, config.window_micro_steps)
             coordinator.require_lead()
             call = self._as_own(call)

@@ -259,26 +259,21 @@ class Sessions:
 
     def _ask_who_leads(self, rank: int, epoch: int) -> None:
         """A client met a newer server epoch: no need to wait for the next renewal to tell that another server leads.
+        Until then nothing is sent, unless the ledger says that this server leads still.
 
         Raises ``LedgerRolledBack`` where the ledger knows of no newer epoch than this server's, so it forgot one.
         """
-        context, own = self._context, self._lease.state.epoch
+        context, own, newest = self._context, self._lease.state.epoch, epoch
         try:
             stored = context.ledger.read_run(context.name, context.stream)
             newest = 0 if stored is None else stored.epoch
-        except errors.TokenloomError:
-            self._doubt_lease(own, rank, epoch)
-            raise
+        finally:
+            with context.lock:
+                if newest > own == self._lease.state.epoch:
+                    self._lease.doubt(f"rank {rank} was served at server epoch {epoch} already, and this is {own}")
         if newest <= own:
             # Only for this client, as in ``_active_for``.
             raise errors.LedgerRolledBack(
                 f"rank {rank} was served at server epoch {epoch}, but the ledger has given out none beyond {newest}: "
                 f"it lost data. {errors.LedgerRolledBack.remedy}"
             )
-        self._doubt_lease(own, rank, epoch)
-
-    def _doubt_lease(self, own: int, rank: int, epoch: int) -> None:
-        """Nothing is sent until the ledger says that this server leads still."""
-        with self._context.lock:
-            if self._lease.state.epoch == own:
-                self._lease.doubt(f"rank {rank} was served at server epoch {epoch} already, and this is {own}")
