@@ -20,9 +20,11 @@ from tokenloom_server.errors import LedgerError, TokenloomError
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.run.active_generation import GenerationView
 from tokenloom_server.run.attempts import Attempts
-from tokenloom_server.run.commits import Commits
+from tokenloom_server.run.commits import Commits, commit_of
 from tokenloom_server.run.context import RunContext
+from tokenloom_server.run.delivery import Waiting
 from tokenloom_server.run.failover import Failover
 from tokenloom_server.run.far_sample import WayForward
 from tokenloom_server.run.head import Head
@@ -35,7 +37,7 @@ from tokenloom_server.run.silent_ranks import SilentRanks
 from tokenloom_server.run.slot_claims import SlotClaims
 from tokenloom_server.run.takeover import Takeover
 from tokenloom_server.run.timeline_changes import TimelineChanges
-from tokenloom_server.run.views import Overview, RunView
+from tokenloom_server.run.views import RunView
 
 
 class RunCoordinator:
@@ -51,16 +53,14 @@ class RunCoordinator:
         self._head = head = Head(context.order, uid)
         self._present = present = PresentGeneration(context, head)
         self._lease = lease = Lease(context, present)
-        silent_ranks, claims = SilentRanks(context, present), SlotClaims(context.ledger)
+        claims = SlotClaims(context.ledger)
+        self._silent_ranks = silent_ranks = SilentRanks(context, present)
         self.pins = Pins(context, head, lease)
         self.attempts = Attempts(context, head, present, lease, claims, self.pins)
-        self._overview = overview = Overview(
-            context, head, present, lease, self.attempts, self.pins, silent_ranks, self._failing_thread
-        )
         self.takeover = Takeover(context, present)
         self.failover = Failover(context, head, present, lease, self.pins, silent_ranks)
-        self.changes = TimelineChanges(context, head, present, lease, overview)
-        self.sessions = Sessions(context, head, present, lease, claims, silent_ranks, overview)
+        self.changes = TimelineChanges(context, head, present, lease, self._view)
+        self.sessions = Sessions(context, head, present, lease, claims, silent_ranks, self._waiting)
         self.production = Production(context, head, present)
         self.commits = Commits(context, head, present, self.failover)
         self.way_forward = WayForward(context.name, context.clock)
@@ -146,7 +146,49 @@ class RunCoordinator:
     def view(self) -> RunView:
         """The run at this moment."""
         with self._context.lock:
-            return self._overview.view()
+            return self._view()
+
+    def _view(self) -> RunView:
+        head, lease, active, now = (
+            self._head,
+            self._lease.state,
+            self._present.active,
+            self._silent_ranks.note_running(),
+        )
+        liveness_s = self.timeouts.liveness_s
+        return RunView(
+            timeline=head.timeline,
+            lease=lease,
+            leads=self._lease.leads(),
+            commit=head.commit or commit_of(head.timeline, head.timeline.initial(), ""),
+            state=head.state,
+            committed_at=head.committed_at,
+            recent=tuple(head.recent),
+            now=now,
+            error=self._present.error or self._failing_thread(),
+            ledger_error=head.ledger_error if lease.held or lease.awaits_ledger else None,
+            waiting=self._waiting(),
+            opening=self.attempts.is_opening,
+            pin=self.pins.pin,
+            generation=active.view(now, liveness_s) if active is not None else GenerationView(),
+        )
+
+    def _waiting(self) -> Waiting:
+        """What production or delivery waits for."""
+        active, io_stats = self._present.active, self.order.resources.io_stats
+        if not self._lease.leads():
+            return Waiting(f"the lease: {self._lease.state.stands_by_for}", "lease")
+        if active is None:
+            return Waiting("the launch that is being opened" if self.attempts.is_opening else "a trainer", "ranks")
+        if self._head.ledger_error is not None:
+            return Waiting(f"the ledger: {self._head.ledger_error}", "ledger")
+        if ranks := active.waiting_for():
+            return Waiting(ranks, "ranks")
+        if self._present.error is not None or not active.generation.steps_wanted():
+            return Waiting()
+        if wait := io_stats.longest_wait():
+            return Waiting(wait.text(), wait.reason)
+        return Waiting("samples to be read and tokenised", "rows") if active.starves() else Waiting()
 
     def point_at(self, sample_index: int) -> tuple[StepGroup, int] | None:
         """(group of the boundary before it, how many of its micro-steps lie before it) of a sample index of the present

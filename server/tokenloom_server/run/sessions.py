@@ -16,7 +16,6 @@ from tokenloom_server.run.lease import Lease
 from tokenloom_server.run.present_generation import PresentGeneration
 from tokenloom_server.run.silent_ranks import SilentRanks
 from tokenloom_server.run.slot_claims import SlotClaims
-from tokenloom_server.run.views import Overview
 from tokenloom_server.run.wakes import Bell
 
 
@@ -38,7 +37,8 @@ class Sessions:
     _lease: Lease
     _claims: SlotClaims
     _silent_ranks: SilentRanks
-    _overview: Overview
+    #: What production or delivery waits for.
+    _waiting: Callable[[], Waiting]
 
     def attach(
         self,
@@ -207,7 +207,7 @@ class Sessions:
 
     def _watch(self, session: Session) -> Waiting:
         self._silent_ranks.watch(*session)
-        return self._overview.waiting()
+        return self._waiting()
 
     # --- whose stream it is ------------------------------------------------------------------------
 

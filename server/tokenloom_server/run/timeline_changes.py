@@ -16,7 +16,7 @@ from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.head import Head
 from tokenloom_server.run.lease import Lease
 from tokenloom_server.run.present_generation import PresentGeneration
-from tokenloom_server.run.views import Overview, RunView
+from tokenloom_server.run.views import RunView
 
 
 @dataclass(eq=False)
@@ -27,7 +27,8 @@ class TimelineChanges:
     _head: Head
     _present: PresentGeneration
     _lease: Lease
-    _overview: Overview
+    #: The run at the moment, for who holds the lock.
+    _view: Callable[[], RunView]
 
     @contextmanager
     def held(self, choose: Callable[[RunView], int]) -> Iterator[tuple[RunView, int]]:
@@ -36,7 +37,7 @@ class TimelineChanges:
         ``NotLeader``, and what ``choose`` does."""
         with self._context.lock:
             self._lease.require()
-            view = self._overview.view()
+            view = self._view()
             index, was_closed = choose(view), view.generation.closed
             # No rank comes back while a revision is written that closes the generation.
             self._present.hold(min(index, view.generation.first_unproduced), was_closed or bool(view.closed_by(index)))

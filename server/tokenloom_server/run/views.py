@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenloom_server.core.state import State
@@ -11,15 +10,10 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import CommittedState
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import GenerationView
-from tokenloom_server.run.attempts import Attempts
-from tokenloom_server.run.commits import commit_of
-from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.delivery import Waiting
-from tokenloom_server.run.head import Head, RecentCommit
-from tokenloom_server.run.lease import Lease, LeaseState
-from tokenloom_server.run.pins import PinnedPoint, Pins
-from tokenloom_server.run.present_generation import PresentGeneration
-from tokenloom_server.run.silent_ranks import SilentRanks
+from tokenloom_server.run.head import RecentCommit
+from tokenloom_server.run.lease import LeaseState
+from tokenloom_server.run.pins import PinnedPoint
 
 #: Rates and window shares look back this far, seconds.
 LOOK_BACK_S = 30.0
@@ -88,60 +82,3 @@ class RunView(NamedTuple):
         generation = self.generation
         closes = generation.stands_still and not generation.closed and sample_index < generation.first_unproduced
         return generation.number if closes else 0
-
-
-@dataclass(eq=False)
-class Overview:
-    """Looks at the parts of one run together. Knows no lock: who calls it holds the run's."""
-
-    _context: RunContext
-    _head: Head
-    _present: PresentGeneration
-    _lease: Lease
-    _attempts: Attempts
-    _pins: Pins
-    _silent_ranks: SilentRanks
-    #: What stands still without an error of its own.
-    _failing_thread: Callable[[], TokenloomError | None]
-
-    def view(self) -> RunView:
-        head, lease, active, now = (
-            self._head,
-            self._lease.state,
-            self._present.active,
-            self._silent_ranks.note_running(),
-        )
-        liveness_s = self._context.timeouts.liveness_s
-        return RunView(
-            timeline=head.timeline,
-            lease=lease,
-            leads=self._lease.leads(),
-            commit=head.commit or commit_of(head.timeline, head.timeline.initial(), ""),
-            state=head.state,
-            committed_at=head.committed_at,
-            recent=tuple(head.recent),
-            now=now,
-            error=self._present.error or self._failing_thread(),
-            ledger_error=head.ledger_error if lease.held or lease.awaits_ledger else None,
-            waiting=self.waiting(),
-            opening=self._attempts.is_opening,
-            pin=self._pins.pin,
-            generation=active.view(now, liveness_s) if active is not None else GenerationView(),
-        )
-
-    def waiting(self) -> Waiting:
-        """What production or delivery waits for."""
-        active, io_stats = self._present.active, self._context.order.resources.io_stats
-        if not self._lease.leads():
-            return Waiting(f"the lease: {self._lease.state.stands_by_for}", "lease")
-        if active is None:
-            return Waiting("the launch that is being opened" if self._attempts.is_opening else "a trainer", "ranks")
-        if self._head.ledger_error is not None:
-            return Waiting(f"the ledger: {self._head.ledger_error}", "ledger")
-        if ranks := active.waiting_for():
-            return Waiting(ranks, "ranks")
-        if self._present.error is not None or not active.generation.steps_wanted():
-            return Waiting()
-        if wait := io_stats.longest_wait():
-            return Waiting(wait.text(), wait.reason)
-        return Waiting("samples to be read and tokenised", "rows") if active.starves() else Waiting()
