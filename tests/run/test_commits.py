@@ -27,7 +27,7 @@ from tokenloom_server.errors import (
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.commands import Commit
 from tokenloom_server.ledger.records import StoredRun
-from tokenloom_server.run.commits import commit_of
+from tokenloom_server.run.head import commit_of
 
 
 def test_committed_counters_are_a_recount_of_what_the_ranks_took(
@@ -235,7 +235,7 @@ def test_a_rank_that_comes_while_the_lease_is_lost_asks_again(place: Place, trai
     claim = place.ledger.execute_all
 
     def lose_lease(some: Sequence[commands.Command]) -> list[int | TokenloomError]:
-        served.coordinator.failover.lose(NotLeader("the lease was lost on purpose"))
+        served.coordinator.leadership.lose(NotLeader("the lease was lost on purpose"))
         return claim(some)
 
     place.ledger.execute_all = lose_lease  # type: ignore[method-assign]
@@ -263,7 +263,7 @@ def test_a_loss_is_reported_until_the_ledger_has_caught_up_perhaps_by_another_se
 ) -> None:
     trainer.train(2)
     stored, coordinator = place.stored(), served.coordinator
-    coordinator.failover.lose(LedgerRolledBack("it lost data on purpose"))
+    coordinator.leadership.lose(LedgerRolledBack("it lost data on purpose"))
     assert stored.opening is not None
     stored = replace(
         stored,
@@ -271,7 +271,7 @@ def test_a_loss_is_reported_until_the_ledger_has_caught_up_perhaps_by_another_se
         committed=replace(place.committed(), sample_index=index) if generation else None,
     )
     now = coordinator.clock()
-    coordinator.failover.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
+    coordinator.leadership.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
     assert isinstance(coordinator.view().error, LedgerRolledBack) == lost
 
 
@@ -280,5 +280,5 @@ def test_a_ledger_that_begins_anew_has_no_rate_of_before(place: Place, served: S
     Trainer(served, state=trainer.state())  # a launch at sample 8, so rates begin with its tokens
     coordinator, stored = served.coordinator, replace(place.stored(), opening=None, committed=None)
     now = coordinator.clock()
-    coordinator.failover.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
+    coordinator.leadership.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
     assert coordinator.view().tokens_per_s == 0.0

@@ -38,7 +38,7 @@ def test_a_server_that_leads_no_longer_waits_for_no_ledger_and_says_where_it_can
     served.coordinator.sessions.next_for(trainer.ranks[0].session, 0.2, never)
     assert not served.stats.read().ledger.available
     monkeypatch.setattr(place.ledger, "read_run", unreachable)
-    served.coordinator.failover.lose(NotLeader("another leads"))
+    served.coordinator.leadership.lose(NotLeader("another leads"))
     assert served.stats.read().ledger.available
     served.leadership.step()
     assert served.coordinator.not_ready() == "stands by: cut off on purpose"
@@ -95,7 +95,7 @@ def test_an_opening_whose_answer_was_lost_inherits_nothing_of_what_stopped_the_o
     place: Place, served: ServedRun, trainer: Trainer
 ) -> None:
     trainer.take(2)
-    served.coordinator.production.fail(trainer.ranks[0].session.active, RankStalled("of the generation before"))
+    served.coordinator.producer.fail(trainer.ranks[0].session.active, RankStalled("of the generation before"))
     place.ledger.lose_answer = True
     call = call_of(0, 1, attempt="lost", resume="latest", process="notebook")
     with pytest.raises(LedgerUnavailable):

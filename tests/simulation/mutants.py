@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tokenloom_server.cluster.readers.rows import Request
@@ -15,8 +16,8 @@ from tokenloom_server.order.foreign_payload import Payload
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.timeline import Timeline, _Recorded
 from tokenloom_server.run.active_generation import ActiveGeneration
-from tokenloom_server.run.failover import Failover
 from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.lease import Lease, LeaseState
 from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.pins import PinnedPoint
@@ -110,12 +111,12 @@ def revisions_below_the_horizon(patch: pytest.MonkeyPatch) -> None:
 
 def revisions_not_read_when_leading(patch: pytest.MonkeyPatch) -> None:
     """A server that takes a run up goes on with the revisions that it knows."""
-    right = Failover.lead
+    right = Leadership.lead
 
-    def lead(self: Failover, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float) -> None:
-        right(self, epoch, stored, self._head.timeline, since, until)
+    def lead(self: Leadership, epoch: int, stored: StoredRun, timeline: Timeline, *lease: Any) -> None:
+        right(self, epoch, stored, self._head.timeline, *lease)
 
-    patch.setattr(Failover, "lead", lead)
+    patch.setattr(Leadership, "lead", lead)
 
 
 def revisions_not_told_to_the_producer(patch: pytest.MonkeyPatch) -> None:
@@ -140,13 +141,13 @@ def clock_forgotten_when_leading(patch: pytest.MonkeyPatch) -> None:
 
 def skips_forgotten_when_leading(patch: pytest.MonkeyPatch) -> None:
     """A server that takes a run up goes on without what a restore passed over."""
-    right = Failover.lead
+    right = Leadership.lead
 
-    def lead(self: Failover, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float) -> None:
+    def lead(self: Leadership, epoch: int, stored: StoredRun, timeline: Timeline, *lease: Any) -> None:
         changes = [revision for revision in timeline.revisions if skips_of(revision) is None]
-        right(self, epoch, stored, timeline.with_revisions(changes), since, until)
+        right(self, epoch, stored, timeline.with_revisions(changes), *lease)
 
-    patch.setattr(Failover, "lead", lead)
+    patch.setattr(Leadership, "lead", lead)
 
 
 def skips_for_one_launch_alone(patch: pytest.MonkeyPatch) -> None:

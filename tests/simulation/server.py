@@ -15,14 +15,11 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
 from tokenloom_server.ledger.records import Opening, StoredRun
-from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join import RANK_0_WAIT_S, Joined, no_rank_0
 from tokenloom_server.run.join_call import JoinCall
-from tokenloom_server.run.leadership import Leadership
-from tokenloom_server.run.producer import Producer
 from tokenloom_server.run.sessions import Session
 from tokenloom_server.run.streams import Streams
 from tokenloom_server.run.wakes import Wakes
@@ -226,11 +223,11 @@ class Server(Process):
             group_micro_steps=lambda *_: world.plan.group_micro_steps,
         )
         context.one_change = OneAtATime()  # type: ignore[assignment]
-        self.coordinator = coordinator = RunCoordinator(context, stored.uid)
-        self.leadership = Leadership(coordinator, self.holder)
+        self.coordinator = coordinator = RunCoordinator(context, stored.uid, self.holder)
+        self.leadership = coordinator.leadership
         streams, origin = Streams(order, order.config, {}), MixtureOrigin(where="the world", index_dir=None)
-        self.served = ServedRun(coordinator, self.leadership, streams, _no_other_run, origin, order.config)
-        self.producer, self.committer = Producer(coordinator), Committer(coordinator)
+        self.served = ServedRun(coordinator, streams, _no_other_run, origin, order.config)
+        self.producer, self.committer = coordinator.producer, coordinator.committer
         self.reachable = True
         self._keep_lease()
         self._tick()

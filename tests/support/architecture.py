@@ -134,7 +134,7 @@ PURE = tuple(
         *("core", "mixing", "packing", "ledger.commands", "ledger.rules"),
         *("order.batch_plans", "order.feed", "order.pipeline", "order.replay", "order.steps"),
         *("run.generation", "run.slots"),
-        *("run.active_generation", "run.commits", "run.delivery", "run.lease", "run.join_call", "run.sizing"),
+        *("run.active_generation", "run.delivery", "run.head", "run.lease", "run.join_call", "run.sizing"),
         *("run.views",),
         *(
             "tokenizer.boundary",
@@ -158,14 +158,14 @@ IMPURE = (
 COORDINATOR = tuple(
     f"{SERVER}.run.{name}"
     for name in (
-        *("active_generation", "attempts", "commits", "context", "coordinator", "failover", "head", "lease", "pins"),
-        *("present_generation", "production", "sessions", "silent_ranks", "takeover", "timeline_changes", "views"),
+        *("active_generation", "attempts", "committer", "context", "coordinator", "head", "leadership", "lease"),
+        *("pins", "present_generation", "producer", "sessions", "silent_ranks", "takeover", "timeline_changes"),
     )
 )
 COORDINATED = frozenset({"coordinator", "_coordinator", "active"})
 PARTS = frozenset(
     {
-        *("active", "context", "head", "lease", "pins", "present", "_attempts", "_claims", "_context", "_failover"),
+        *("active", "context", "head", "lease", "pins", "present", "_attempts", "_claims", "_context", "_leadership"),
         *("_head", "_lease", "_overview", "_pins", "_present", "_silent_ranks", "generation", "slots"),
     }
 )

@@ -32,7 +32,6 @@ from tokenloom_server.order.segments import measured_ahead
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.streams import Streams
 from tokenloom_server.run.timeouts import Timeouts
@@ -99,9 +98,8 @@ class RunStarter:
                 _log.log(logging.WARNING if is_warning else logging.INFO, "%s: %s", mixture.run, note)
         streams = Streams.of(factory, mixture, self.ledger)
         context = RunContext(factory, self.ledger, self.timeouts, lease_clock=self.ledger.clock)
-        coordinator = RunCoordinator(context, stored.uid)
-        leadership = Leadership(coordinator, self.holder)
-        return ServedRun(coordinator, leadership, streams, other, origin, mixture), change
+        coordinator = RunCoordinator(context, stored.uid, self.holder)
+        return ServedRun(coordinator, streams, other, origin, mixture), change
 
     def _load(
         self, mixture: RunConfig, origin: MixtureOrigin, stored: StoredRun, reason: Reason | None

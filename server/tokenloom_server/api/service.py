@@ -34,9 +34,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.reports.stats import NextLaunch
-from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.past_states import PastStates
-from tokenloom_server.run.producer import Producer
 from tokenloom_server.run.timeouts import Timeouts
 
 _log = logging.getLogger(__name__)
@@ -251,8 +249,7 @@ class Runs:
                 served.leadership.let_go()
                 raise ServerStopping("the server is stopping; it serves no more runs")
             self._runs[served.name] = served
-            served.coordinator.start(Producer(served.coordinator), Committer(served.coordinator))
-            served.leadership.start()
+            served.coordinator.start()
             served.recorder.start()
         if change is not None:
             served.revision_handler.revise_soon(change)

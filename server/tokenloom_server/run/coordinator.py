@@ -22,16 +22,16 @@ from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import GenerationView
 from tokenloom_server.run.attempts import Attempts
-from tokenloom_server.run.commits import Commits, commit_of
+from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.delivery import Waiting
-from tokenloom_server.run.failover import Failover
 from tokenloom_server.run.far_sample import WayForward
-from tokenloom_server.run.head import Head
+from tokenloom_server.run.head import Head, commit_of
+from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.lease import Lease, LeaseState
 from tokenloom_server.run.pins import Pins
 from tokenloom_server.run.present_generation import PresentGeneration
-from tokenloom_server.run.production import Production
+from tokenloom_server.run.producer import Producer
 from tokenloom_server.run.sessions import Sessions
 from tokenloom_server.run.silent_ranks import SilentRanks
 from tokenloom_server.run.slot_claims import SlotClaims
@@ -43,9 +43,7 @@ from tokenloom_server.run.views import RunView
 class RunCoordinator:
     """Owns one run of this server. Thread-safe."""
 
-    _workers: tuple[Background, ...] = ()
-
-    def __init__(self, context: RunContext, uid: str) -> None:
+    def __init__(self, context: RunContext, uid: str, holder: str) -> None:
         self._context = context
         self.name, self.stream, self.order, self.ledger = context.name, context.stream, context.order, context.ledger
         self.timeouts, self.measures, self.one_change = context.timeouts, context.measures, context.one_change
@@ -58,19 +56,19 @@ class RunCoordinator:
         self.pins = Pins(context, head, lease)
         self.attempts = Attempts(context, head, present, lease, claims, self.pins)
         self.takeover = Takeover(context, present)
-        self.failover = Failover(context, head, present, lease, self.pins, silent_ranks)
+        self.leadership = Leadership(holder, context, head, present, lease, self.pins, silent_ranks, self.view)
         self.changes = TimelineChanges(context, head, present, lease, self._view)
         self.sessions = Sessions(context, head, present, lease, claims, silent_ranks, self._waiting)
-        self.production = Production(context, head, present)
-        self.commits = Commits(context, head, present, self.failover)
+        self.producer = Producer(context, head, present)
+        self.committer = Committer(context, head, present, self.leadership)
+        self._workers: tuple[Background, ...] = (self.producer, self.committer)
         self.way_forward = WayForward(context.name, context.clock)
 
     # --- its threads -------------------------------------------------------------------------------
 
-    def start(self, *workers: Background) -> None:
-        """Starts the run's own threads; ``stop`` ends them."""
-        self._workers = workers
-        for worker in workers:
+    def start(self) -> None:
+        """Starts the run's own threads, when this server leads it or stands by; ``stop`` ends the first two."""
+        for worker in (*self._workers, self.leadership):
             worker.start()
 
     def stop(self, timeout_s: float = 5.0, why: TokenloomError | None = None) -> None:
@@ -80,7 +78,7 @@ class RunCoordinator:
             self._present.end(why)
         self.order.resources.io_stats.stop()
         deadline = time.monotonic() + timeout_s
-        for worker in self._workers:
+        for worker in filter(Background.is_alive, self._workers):
             worker.join(max(0.0, deadline - time.monotonic()))
 
     def _failing_thread(self) -> TokenloomError | None:

@@ -14,8 +14,8 @@ from tokenloom_server.order.position_line import position_lines
 from tokenloom_server.order.segments import refuse_unfilled
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.head import commit_of
 from tokenloom_server.run.join_call import JoinCall, ResumeChoice, position_of
 from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.pins import PinnedPoint
