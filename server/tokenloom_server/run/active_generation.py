@@ -21,7 +21,7 @@ class RankView(NamedTuple):
     state: RankState
     #: Sample index up to which it has consumed.
     position: int
-    #: Of its last message, by the coordinator's clock; None where it was never heard.
+    #: Of its last message, by the run's clock; None where it was never heard.
     last_heard: float | None
     #: For how long it has waited for data since it joined, seconds; and the part of its last half a minute.
     waited_s: float
@@ -49,7 +49,7 @@ class GenerationView(NamedTuple):
     #: Micro-steps that are produced and not committed, and how many may be.
     held_steps: int = 0
     window_micro_steps: int = 1
-    #: By when all of its ranks were heard, by the coordinator's clock; None where one was not.
+    #: By when all of its ranks were heard, by the run's clock; None where one was not.
     heard_at: float | None = None
     #: Whether none of its ranks trains: each said goodbye, or is silent for longer than the liveness.
     stands_still: bool = False
@@ -82,7 +82,7 @@ class ActiveGeneration:
     opened_at: float
     #: Rank 0's process, as far as known: one may begin anew without waiting for itself.
     process: str
-    #: Since when ranks are listened to without a pause of the server, by the coordinator's clock.
+    #: Since when ranks are listened to without a pause of the server, by the run's clock.
     since: float
     #: Whether ranks may hold more than this server knows: they were another one's, or those of its former life.
     taken_up: bool

@@ -1,8 +1,8 @@
 """One live run: its parts, each with fields of its own, around one lock (``context``).
 
-    producer   pipeline → group         (``production``; the slow part outside the lock)
-    streams    group → messages         (``sessions``; the caller's threads)
-    committer  acknowledged → ledger    (``commits``; the slow part outside the lock)
+    producer   pipeline → group         (``producer``)
+    streams    group → messages         (``sessions``, on the caller's threads)
+    committer  acknowledged → ledger    (``committer``)
 
 ``head``, ``present_generation``, ``lease`` and ``silent_ranks`` know no lock, and are for the other parts alone. All
 that the coordinator shows takes the lock by itself, or is a value that never changes. Slow things happen outside of it,
@@ -104,11 +104,6 @@ class RunCoordinator:
         return self._head.uid
 
     @property
-    def revision_changes(self) -> int:
-        """See ``Head``."""
-        return self._head.revision_changes
-
-    @property
     def committed_through(self) -> int:
         """The sample index up to which the ledger has the run."""
         return self._head.committed_through
@@ -120,10 +115,6 @@ class RunCoordinator:
     def leads(self) -> bool:
         """See ``Lease``."""
         return self._lease.leads()
-
-    def has_store(self) -> bool:
-        """See ``Lease``."""
-        return self._lease.has_store()
 
     def require_lead(self) -> None:
         """Raises ``NotLeader``."""
