@@ -6,6 +6,7 @@ that breaks it.
 
 from __future__ import annotations
 
+import ast
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -173,11 +174,18 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     *(
         (coordinated, SERVER_FILE + "cli/serve.py", text, says)
         for text, says in (
-            ("def f(coordinator):\n    with coordinator._lock: ...", "coordinator._lock is the coordinator's own"),
+            ("def f(coordinator):\n    with coordinator._lock: ...", "coordinator._lock is its own"),
             ("def f(served):\n    served.coordinator.one_lock.acquire()", "coordinator.one_lock is"),
             ("class A:\n    def f(self):\n        self._coordinator.epoch = 3", "epoch of _coordinator is written"),
             ("def f(coordinator):\n    coordinator.count += 1", "count of coordinator is written"),
             ("def f(task):\n    task.active.generation.committed = 3", "committed of active is written"),
+        )
+    ),
+    *(
+        (coordinated, SERVER_FILE + "run/attempts.py", f"class A:\n    def f(self):\n        {text}", says)
+        for text, says in (
+            ("self._present._loss", "_present._loss is its own"),
+            ("self._head.uid = ''", "uid of _head is written"),
         )
     ),
     *(
@@ -234,6 +242,7 @@ def test_each_rule_is_shown_to_fail() -> None:
 # --- The page that describes it ------------------------------------------------------------------------------------
 
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+LEDGER = (ROOT / SERVER_FILE / "ledger" / "__init__.py").read_text(encoding="utf-8")
 
 
 def test_the_page_lists_the_packages_from_the_ground_up() -> None:
@@ -260,6 +269,22 @@ def test_each_way_on_the_page_runs_along_imports(project: Tree) -> None:
         for one, other in pairwise(f"{SERVER}.{name}" for name in way):
             linked = other in needs[one] or one in needs[other]
             assert linked, f"ARCHITECTURE.md: {one} and {other} do not know each other"
+
+
+def test_the_ledger_lists_who_writes_what(project: Tree) -> None:
+    listed, calls = {}, {}
+    for commands, writers in re.findall(r"^\| ([A-Z][\w, ]+) \| (.*?) \|", LEDGER, re.MULTILINE):
+        listed[commands] = set(re.findall(r"``([a-z_]+\.[a-z_]+)``", writers))
+    for module in project.of(SERVER):
+        if module.unit != "ledger":
+            functions = [node.func for node in ast.walk(module.syntax) if isinstance(node, ast.Call)]
+            calls[module.name.removeprefix(f"{SERVER}.")] = {ast.unparse(each).rpartition(".")[2] for each in functions}
+    names = {commands: {*commands.replace("Create", "create_run").split(", ")} for commands in listed}
+    commands = ast.parse((ROOT / SERVER_FILE / "ledger" / "commands.py").read_text(encoding="utf-8")).body
+    known = {node.name for node in commands if isinstance(node, ast.ClassDef)} - {"Command", "LeaderCommand"}
+
+    assert {command for row in listed for command in row.split(", ")} == known
+    assert listed == {row: {name for name, own in calls.items() if own & names[row]} for row in listed}
 
 
 def test_the_page_says_of_each_thread_what_it_meets(project: Tree) -> None:

@@ -197,7 +197,7 @@ def test_an_error_that_no_utf_8_holds_ends_streams_as_any_other(
     def next_now(*_: object) -> None:
         raise StorageError("'\udcff.parquet' is gone")
 
-    monkeypatch.setattr(run.coordinator, "next_now", next_now)
+    monkeypatch.setattr(run.coordinator.sessions, "next_now", next_now)
     for rank in ranks:
         rank.connect()
         assert error_of(rank.call) == "StorageError"
@@ -223,7 +223,7 @@ def test_of_a_ranks_streams_that_nobody_reads_two_stay(served: tuple[ServedRun, 
     joined = launch(served[1])[0].joined
     calls: list[UnreadCall] = []
     for number in range(5):
-        session = coordinator.attach(joined.run_uid, joined.generation, 0, "nonce-0", 0, 0)
+        session = coordinator.sessions.attach(joined.run_uid, joined.generation, 0, "nonce-0", 0, 0)
         progress = wire.Progress(credit_micro_steps=4)
         call = UnreadCall()
         streams.add(session, wire.StreamOpen(progress=progress), lambda: None, cast("DetachedCall", call))

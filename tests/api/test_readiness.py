@@ -56,10 +56,10 @@ def test_one_run_whose_order_differs_ends_its_own_ranks_by_name_and_the_others_s
         trainer.train(2)
     rank = trainers[0].ranks[1]
     with pytest.raises(OrderMismatch):
-        one.coordinator.attach(rank.joined.uid, 1, 1, rank.call.nonce, rank.consumed, 0, "f" * 32)
+        one.coordinator.sessions.attach(rank.joined.uid, 1, 1, rank.call.nonce, rank.consumed, 0, "f" * 32)
     for rank in trainers[0].ranks:
         with pytest.raises(OrderMismatch, match=r"rank 1 has digest f+ at sample 8"):
-            one.coordinator.next_for(rank.session, 5.0, never)
+            one.coordinator.sessions.next_for(rank.session, 5.0, never)
     trainers[1].train(3)
     with answering(runs) as get:
         assert get("/readyz").status_code == 200

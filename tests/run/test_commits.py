@@ -27,7 +27,7 @@ from tokenloom_server.errors import (
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.commands import Commit
 from tokenloom_server.ledger.records import StoredRun
-from tokenloom_server.run.commits import commit_of
+from tokenloom_server.run.head import commit_of
 
 
 def test_committed_counters_are_a_recount_of_what_the_ranks_took(
@@ -63,16 +63,16 @@ def test_a_fenced_generation_gets_nothing_and_moves_nothing(place: Place, served
     new = Trainer(served, state=state)
     before = place.written()
     with pytest.raises(Fenced, match="generation 1 of run 'test' is over: generation 2"):
-        coordinator.next_for(rank.session, 1.0, never)
+        coordinator.sessions.next_for(rank.session, 1.0, never)
     with pytest.raises(Fenced):
-        coordinator.progress(rank.session, rank.received, 9)
+        coordinator.sessions.progress(rank.session, rank.received, 9)
     with pytest.raises(Fenced):
         rank.connect(served)
     with pytest.raises(Fenced):
         commit = replace(place.committed(), sample_index=99)
         place.ledger.execute(Commit(coordinator.uid, "train", coordinator.lease.epoch, 1, commit, False))
     assert place.written() == before
-    coordinator.detach(rank.session)
+    coordinator.sessions.detach(rank.session)
     new.take(1)
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_waits_hears_of_the_new_generation_at_once(
     served: ServedRun, trainer: Trainer, in_thread: Any
 ) -> None:
     trainer.ranks[0].take(6)
-    outcome = in_thread(lambda: served.coordinator.next_for(trainer.ranks[0].session, PATIENCE_S, never))
+    outcome = in_thread(lambda: served.coordinator.sessions.next_for(trainer.ranks[0].session, PATIENCE_S, never))
     Trainer(served, resume="fresh")
     assert isinstance(outcome(2.0), Fenced)
 
@@ -91,9 +91,9 @@ def test_a_rank_of_another_attempt_is_fenced_even_where_a_lost_ledger_gave_its_n
     coordinator, rank = served.coordinator, trainer.ranks[0]
     number, nonce = rank.joined.opening.generation, rank.call.nonce
     with pytest.raises(Fenced, match=r"attempt 'zombie'.*attempt 'attempt-"):
-        coordinator.attach(coordinator.uid, number, 0, nonce, 0, 0, attempt="zombie")
+        coordinator.sessions.attach(coordinator.uid, number, 0, nonce, 0, 0, attempt="zombie")
     with pytest.raises(LedgerRolledBack, match=r"generation 2 .*ledger is at generation 1"):
-        coordinator.attach(coordinator.uid, number + 1, 0, nonce, 0, 0)
+        coordinator.sessions.attach(coordinator.uid, number + 1, 0, nonce, 0, 0)
     trainer.train(2)
 
 
@@ -101,7 +101,7 @@ def test_one_rank_with_another_digest_stops_all_of_them(served: ServedRun, train
     trainer.take(2)
     rank = trainer.ranks[1]
     with pytest.raises(OrderMismatch, match="rank 1 has digest ffff"):
-        served.coordinator.attach(rank.joined.uid, 1, 1, rank.call.nonce, rank.consumed, 0, "f" * 32)
+        served.coordinator.sessions.attach(rank.joined.uid, 1, 1, rank.call.nonce, rank.consumed, 0, "f" * 32)
     with pytest.raises(OrderMismatch, match="the ranks no longer see one order"):
         trainer.take(9)
 
@@ -116,7 +116,7 @@ def test_a_server_whose_client_met_a_newer_one_sends_nothing_more(
     rank = trainer.ranks[0]
     place.serve()
     with pytest.raises(NotLeader, match="served at server epoch 2 already, and this is 1"):
-        served.coordinator.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
+        served.coordinator.sessions.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
     with pytest.raises(NotLeader):
         trainer.take(9)
 
@@ -127,7 +127,7 @@ def test_a_client_that_met_an_epoch_which_the_ledger_forgot_hears_of_lost_data_a
     # A Redis that came back empty while its server was killed, too, counts its servers from 1 again.
     trainer.take(1)
     with pytest.raises(LedgerRolledBack, match=r"server epoch 2, but the ledger .* none beyond 1: it lost data"):
-        served.coordinator.attach("of before", 1, 0, "zombie", 0, 0, "", 2)
+        served.coordinator.sessions.attach("of before", 1, 0, "zombie", 0, 0, "", 2)
     trainer.train(9)
     assert place.committed().sample_index == trainer.index
 
@@ -142,7 +142,7 @@ def test_a_client_that_met_a_newer_server_gets_nothing_while_the_ledger_cannot_s
     rank = trainer.ranks[0]
     monkeypatch.setattr(place.ledger, "read_run", unavailable)
     with pytest.raises(LedgerUnavailable):
-        served.coordinator.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
+        served.coordinator.sessions.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
     with pytest.raises(NotLeader, match="served at server epoch 2 already, and this is 1"):
         served.coordinator.require_lead()
 
@@ -154,15 +154,15 @@ def test_a_stream_that_a_newer_one_of_its_process_overtook_does_not_take_its_pla
     trainer.train(1)
     rank, coordinator = trainer.ranks[0], served.coordinator
     # The first message may have had more micro-steps than the one that was trained on.
-    attach = functools.partial(coordinator.attach, rank.joined.uid, 1, 0, rank.call.nonce, rank.received, 0)
+    attach = functools.partial(coordinator.sessions.attach, rank.joined.uid, 1, 0, rank.call.nonce, rank.received, 0)
     rank.session = attach(stream_number=2)
     with pytest.raises(Fenced, match="a newer stream of rank 0"):
         attach(stream_number=1)
     with pytest.raises(AttemptUsed):  # of another process's number nothing is known
-        coordinator.attach(rank.joined.uid, 1, 0, "another", rank.received, 0, stream_number=9)
-    coordinator.progress(rank.session, rank.consumed, 1000)
+        coordinator.sessions.attach(rank.joined.uid, 1, 0, "another", rank.received, 0, stream_number=9)
+    coordinator.sessions.progress(rank.session, rank.consumed, 1000)
     rank.session = attach(stream_number=3)
-    coordinator.progress(rank.session, rank.consumed, 1000)
+    coordinator.sessions.progress(rank.session, rank.consumed, 1000)
     trainer.train(5)
 
 
@@ -226,7 +226,7 @@ def test_a_restarted_server_that_produces_another_order_delivers_nothing(
     rank.received = rank.consumed = 12
     rank.connect(again)
     with pytest.raises(OrderMismatch, match="sample 12 was committed with digest ffff"):
-        again.coordinator.next_for(rank.session, PATIENCE_S, never)
+        again.coordinator.sessions.next_for(rank.session, PATIENCE_S, never)
 
 
 def test_a_rank_that_comes_while_the_lease_is_lost_asks_again(place: Place, trainer: Trainer) -> None:
@@ -235,7 +235,7 @@ def test_a_rank_that_comes_while_the_lease_is_lost_asks_again(place: Place, trai
     claim = place.ledger.execute_all
 
     def lose_lease(some: Sequence[commands.Command]) -> list[int | TokenloomError]:
-        served.coordinator.on_lease_lost(NotLeader("the lease was lost on purpose"))
+        served.coordinator.leadership.lose(NotLeader("the lease was lost on purpose"))
         return claim(some)
 
     place.ledger.execute_all = lose_lease  # type: ignore[method-assign]
@@ -263,7 +263,7 @@ def test_a_loss_is_reported_until_the_ledger_has_caught_up_perhaps_by_another_se
 ) -> None:
     trainer.train(2)
     stored, coordinator = place.stored(), served.coordinator
-    coordinator.on_lease_lost(LedgerRolledBack("it lost data on purpose"))
+    coordinator.leadership.lose(LedgerRolledBack("it lost data on purpose"))
     assert stored.opening is not None
     stored = replace(
         stored,
@@ -271,7 +271,7 @@ def test_a_loss_is_reported_until_the_ledger_has_caught_up_perhaps_by_another_se
         committed=replace(place.committed(), sample_index=index) if generation else None,
     )
     now = coordinator.clock()
-    coordinator.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
+    coordinator.leadership.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
     assert isinstance(coordinator.view().error, LedgerRolledBack) == lost
 
 
@@ -280,5 +280,5 @@ def test_a_ledger_that_begins_anew_has_no_rate_of_before(place: Place, served: S
     Trainer(served, state=trainer.state())  # a launch at sample 8, so rates begin with its tokens
     coordinator, stored = served.coordinator, replace(place.stored(), opening=None, committed=None)
     now = coordinator.clock()
-    coordinator.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
+    coordinator.leadership.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
     assert coordinator.view().tokens_per_s == 0.0

@@ -39,10 +39,10 @@ def test_a_wait_names_the_rank_that_holds_the_others_back(served: ServedRun) -> 
     assert coordinator.view().waiting == Waiting("a trainer", "ranks")
     first = Rank(served, call_of(0))
     first.take(6)
-    assert coordinator.next_for(first.session, 0.1, never) == Waiting("rank 1 to connect", "ranks")
+    assert coordinator.sessions.next_for(first.session, 0.1, never) == Waiting("rank 1 to connect", "ranks")
     Rank(served, call_of(1)).take(2)
     first.take(2)
-    assert coordinator.next_for(first.session, 0.1, never) == Waiting("rank 1 to go on from sample 8", "ranks")
+    assert coordinator.sessions.next_for(first.session, 0.1, never) == Waiting("rank 1 to go on from sample 8", "ranks")
 
 
 def test_what_a_run_waits_for_has_a_reason(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_what_a_run_waits_for_has_a_reason(place: Place, monkeypatch: pytest.Mon
     monkeypatch.setattr(Pipeline, "fill", when_allowed)
     trainer = Trainer(served)
     # Its ranks have nothing, and samples are still being made.
-    assert coordinator.next_for(trainer.ranks[0].session, 0.0, never) == Waiting(
+    assert coordinator.sessions.next_for(trainer.ranks[0].session, 0.0, never) == Waiting(
         "samples to be read and tokenised", "rows"
     )
     assert served.stats.read().waiting_reason == "rows"
@@ -73,24 +73,24 @@ def test_what_a_run_waits_for_has_a_reason(place: Place, monkeypatch: pytest.Mon
     assert reason == "ranks"
     place.ledger.away = True
     trainer.take(6)
-    assert coordinator.next_for(trainer.ranks[0].session, 0.2, never).reason == "ledger"  # type: ignore[union-attr]
+    assert coordinator.sessions.next_for(trainer.ranks[0].session, 0.2, never).reason == "ledger"  # type: ignore[union-attr]
     place.ledger.away = False
     # The lease is not this server's for now.
-    coordinator.lease = coordinator.lease.doubted("another server")
+    coordinator._lease.doubt("another server")
     stats = served.stats.read()
     assert (stats.waiting_for, stats.waiting_reason) == ("the lease: another server", "lease")
 
 
 def test_ranks_say_how_long_they_waited_for_data(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(served.coordinator, "clock", lambda: clock[0])
+    monkeypatch.setattr(served.coordinator._context, "clock", lambda: clock[0])
     first, second = (Rank(served, call_of(rank)) for rank in range(2))
     assert served.stats.read().data_wait_share is None
 
     def report(seconds: float, *waited: float) -> RunStats:
         clock[0] += seconds
         for rank, waited_s in zip((first, second), waited, strict=True):
-            served.coordinator.progress(rank.session, rank.consumed, 9, "", waited_s)
+            served.coordinator.sessions.progress(rank.session, rank.consumed, 9, "", waited_s)
         return served.stats.read()
 
     report(0, 0, 0)
@@ -110,7 +110,7 @@ def test_ranks_say_how_long_they_waited_for_data(served: ServedRun, monkeypatch:
         assert [rank.waited_s for rank in stats.ranks] == [9, 1]
     # Who is gone sets no pace.
     for rank in (first, second):
-        served.coordinator.detach(rank.session)
+        served.coordinator.sessions.detach(rank.session)
     assert served.stats.read().data_wait_share is None
 
 

@@ -18,7 +18,7 @@ def test_while_the_ledger_is_away_production_stops_at_the_horizon_and_nothing_is
 ) -> None:
     place.ledger.away = True
     trainer.take(6)
-    message = served.coordinator.next_for(trainer.ranks[0].session, 0.2, never)
+    message = served.coordinator.sessions.next_for(trainer.ranks[0].session, 0.2, never)
     assert message == Waiting("the ledger: away on purpose", "ledger")
     assert place.runs.not_ready() == "run test: the ledger is away: away on purpose"
     place.ledger.away = False
@@ -35,10 +35,10 @@ def test_a_server_that_leads_no_longer_waits_for_no_ledger_and_says_where_it_can
 
     place.ledger.away = True
     trainer.take(6)
-    served.coordinator.next_for(trainer.ranks[0].session, 0.2, never)
+    served.coordinator.sessions.next_for(trainer.ranks[0].session, 0.2, never)
     assert not served.stats.read().ledger.available
     monkeypatch.setattr(place.ledger, "read_run", unreachable)
-    served.coordinator.on_lease_lost(NotLeader("another leads"))
+    served.coordinator.leadership.lose(NotLeader("another leads"))
     assert served.stats.read().ledger.available
     served.leadership.step()
     assert served.coordinator.not_ready() == "stands by: cut off on purpose"
@@ -95,7 +95,7 @@ def test_an_opening_whose_answer_was_lost_inherits_nothing_of_what_stopped_the_o
     place: Place, served: ServedRun, trainer: Trainer
 ) -> None:
     trainer.take(2)
-    served.coordinator.fail(trainer.ranks[0].session.active, RankStalled("of the generation before"))
+    served.coordinator.producer.fail(trainer.ranks[0].session.active, RankStalled("of the generation before"))
     place.ledger.lose_answer = True
     call = call_of(0, 1, attempt="lost", resume="latest", process="notebook")
     with pytest.raises(LedgerUnavailable):

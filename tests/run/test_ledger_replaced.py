@@ -39,7 +39,7 @@ def until_lost(trainer: Trainer) -> None:
     def is_lost() -> bool:
         try:
             rank.connect(rank.served)
-            rank.served.coordinator.next_for(rank.session, PATIENCE_S, never)
+            rank.served.coordinator.sessions.next_for(rank.session, PATIENCE_S, never)
         except LedgerRolledBack:
             return True
         except NotLeader as error:
@@ -58,7 +58,7 @@ def test_from_the_moment_at_which_its_file_is_gone_a_server_sends_nothing_and_th
     delete(place.ledger_path)
     assert not served.coordinator.leads()
     with pytest.raises((NotLeader, LedgerRolledBack), match="deleted"):
-        served.coordinator.next_for(trainer.ranks[0].session, PATIENCE_S, never)
+        served.coordinator.sessions.next_for(trainer.ranks[0].session, PATIENCE_S, never)
     until_lost(trainer)
     error = served.coordinator.view().error
     assert isinstance(error, LedgerRolledBack)

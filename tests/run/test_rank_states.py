@@ -19,9 +19,9 @@ def test_a_rank_that_said_goodbye_is_finished_and_one_whose_connection_broke_is_
 ) -> None:
     trainer.train(2)
     gone, ended = trainer.ranks
-    served.coordinator.detach(gone.session)
-    served.coordinator.leave(ended.session)
-    served.coordinator.detach(ended.session)
+    served.coordinator.sessions.detach(gone.session)
+    served.coordinator.sessions.leave(ended.session)
+    served.coordinator.sessions.detach(ended.session)
     assert [rank.state for rank in served.stats.read().ranks] == ["away", "finished"]
     assert "rank 0: away, at sample 8" in printed(served.stats.read())
     assert "rank 1: finished, at sample 8" in printed(served.stats.read())

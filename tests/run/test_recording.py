@@ -100,7 +100,7 @@ def test_what_a_later_launch_takes_back_stays_and_is_marked(serve: Serve) -> Non
     served.start_points.restore(sample_index=20, skip_samples=4)
     served.recorder.step()
     again = serve()
-    trainer = Trainer(again, state=again.coordinator.pin.snapshot.encode() if again.coordinator.pin else b"")
+    trainer = Trainer(again, state=again.coordinator.pins.pin.snapshot.encode() if again.coordinator.pins.pin else b"")
     trainer.train(2)
     again.recorder.step()
     history = points(again)

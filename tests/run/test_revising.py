@@ -87,7 +87,7 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
             trainer.train(1)
 
     place.ledger.meanwhile = meanwhile  # type: ignore[method-assign]
-    active = served.coordinator._active
+    active = served.coordinator._present.active
     assert active is not None
     # What it may produce once more is committed moves the index.
     wait_for(lambda: not active.generation.steps_wanted(), "all that may be produced")
@@ -112,7 +112,7 @@ def test_a_revision_of_an_epoch_that_is_over_is_not_written(place: Place, served
         revise(served, sample_index=0)
     assert not coordinator.timeline.revisions
     assert not place.ledger.revisions(coordinator.uid, "train")
-    assert coordinator._revising_at is None
+    assert coordinator._present.held_at is None
 
 
 def test_a_revision_may_be_taken_back_until_production_reaches_it(served: ServedRun, trainer: Trainer) -> None:
@@ -345,7 +345,7 @@ def test_time_in_which_the_server_was_paused_is_no_silence_of_its_ranks(wide: Pl
     trainer.train(5)
     trainer.leave(goodbye=False)
     coordinator, clock, slept_s = served.coordinator, served.coordinator.clock, 60.0
-    coordinator.clock = lambda: clock() + slept_s
+    coordinator._context.clock = lambda: clock() + slept_s
     assert not coordinator.view().generation.stands_still
     for _ in range(4):
         assert not coordinator.view().generation.stands_still

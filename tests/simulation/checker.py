@@ -14,7 +14,7 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.join_call import JoinCall
-from tokenloom_server.run.views import Session
+from tokenloom_server.run.sessions import Session
 from tokenloom_server.tools.ledger_check import run_faults
 
 from tests.simulation.corpus import Reference, reference, skips_of
@@ -342,7 +342,7 @@ class Checker:
 
     def look_at_memory(self, server: Server) -> None:
         """G5: ids are held of a window and a group at most."""
-        active = server.coordinator._active if server.coordinator is not None else None
+        active = server.coordinator._present.active if server.coordinator is not None else None
         if active is None:
             return
         generation = active.generation

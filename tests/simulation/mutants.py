@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tokenloom_server.cluster.readers.rows import Request
@@ -15,11 +16,12 @@ from tokenloom_server.order.foreign_payload import Payload
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.timeline import Timeline, _Recorded
 from tokenloom_server.run.active_generation import ActiveGeneration
-from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.generation import Generation
-from tokenloom_server.run.lease_state import LeaseState
+from tokenloom_server.run.leadership import Leadership
+from tokenloom_server.run.lease import Lease, LeaseState
 from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.pins import PinnedPoint
+from tokenloom_server.run.sessions import Sessions
 from tokenloom_server.run.slot_claims import SlotClaims
 from tokenloom_server.run.slots import Slot
 from tokenloom_server.run.views import RunView
@@ -40,14 +42,14 @@ def server_without_fence(patch: pytest.MonkeyPatch) -> None:
     """The server serves every generation as if it were the present one."""
 
     def any_generation(
-        self: RunCoordinator, uid: str, generation: int, attempt: str, committed_through: int
+        self: Sessions, uid: str, generation: int, attempt: str, committed_through: int
     ) -> ActiveGeneration:
-        if self._active is None:
+        if self._present.active is None:
             raise NotFound("join first")
-        return self._active
+        return self._present.active
 
-    patch.setattr(RunCoordinator, "_active_for", any_generation)
-    patch.setattr(RunCoordinator, "_current", lambda self, session: any_generation(self, "", 0, "", 0))
+    patch.setattr(Sessions, "_active_for", any_generation)
+    patch.setattr(Sessions, "_current", lambda self, session: any_generation(self, "", 0, "", 0))
 
 
 def ledger_without_deduplication(patch: pytest.MonkeyPatch) -> None:
@@ -79,7 +81,7 @@ def commit_one_step_ahead(patch: pytest.MonkeyPatch) -> None:
 
 def opening_of_unknown_outcome_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Where the ledger did not say whether a generation was opened, the one before goes on."""
-    patch.setattr(RunCoordinator, "_await_ledger", lambda self, possibly, error: None)
+    patch.setattr(Lease, "await_ledger", lambda self, possibly, error: None)
 
 
 def lease_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -109,14 +111,12 @@ def revisions_below_the_horizon(patch: pytest.MonkeyPatch) -> None:
 
 def revisions_not_read_when_leading(patch: pytest.MonkeyPatch) -> None:
     """A server that takes a run up goes on with the revisions that it knows."""
-    right = RunCoordinator.lead
+    right = Leadership.lead
 
-    def lead(
-        self: RunCoordinator, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float
-    ) -> None:
-        right(self, epoch, stored, self.timeline, since, until)
+    def lead(self: Leadership, epoch: int, stored: StoredRun, timeline: Timeline, *lease: Any) -> None:
+        right(self, epoch, stored, self._head.timeline, *lease)
 
-    patch.setattr(RunCoordinator, "lead", lead)
+    patch.setattr(Leadership, "lead", lead)
 
 
 def revisions_not_told_to_the_producer(patch: pytest.MonkeyPatch) -> None:
@@ -141,15 +141,13 @@ def clock_forgotten_when_leading(patch: pytest.MonkeyPatch) -> None:
 
 def skips_forgotten_when_leading(patch: pytest.MonkeyPatch) -> None:
     """A server that takes a run up goes on without what a restore passed over."""
-    right = RunCoordinator.lead
+    right = Leadership.lead
 
-    def lead(
-        self: RunCoordinator, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float
-    ) -> None:
+    def lead(self: Leadership, epoch: int, stored: StoredRun, timeline: Timeline, *lease: Any) -> None:
         changes = [revision for revision in timeline.revisions if skips_of(revision) is None]
-        right(self, epoch, stored, timeline.with_revisions(changes), since, until)
+        right(self, epoch, stored, timeline.with_revisions(changes), *lease)
 
-    patch.setattr(RunCoordinator, "lead", lead)
+    patch.setattr(Leadership, "lead", lead)
 
 
 def skips_for_one_launch_alone(patch: pytest.MonkeyPatch) -> None:

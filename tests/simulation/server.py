@@ -15,15 +15,13 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
 from tokenloom_server.ledger.records import Opening, StoredRun
-from tokenloom_server.run.committer import Committer
+from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join import RANK_0_WAIT_S, Joined, no_rank_0
 from tokenloom_server.run.join_call import JoinCall
-from tokenloom_server.run.leadership import Leadership
-from tokenloom_server.run.producer import Producer
+from tokenloom_server.run.sessions import Session
 from tokenloom_server.run.streams import Streams
-from tokenloom_server.run.views import Session
 from tokenloom_server.run.wakes import Wakes
 
 from tests.simulation.ledger import LedgerLink
@@ -110,13 +108,12 @@ class JoinWake(Wake):
 class SimulatedWakes(Wakes):
     """Those of a server's coordinator: each wakes an event of the world."""
 
-    def __init__(self, lock: threading.Lock, server: Server) -> None:
-        super().__init__(lock)
-        self.lock = lock
-        self.producer = Wake(lock, server.wake_producer)
-        self.committer = Wake(lock, server.wake_committer)
-        self.changed = JoinWake(lock, server.wake_joins)
-        self.lease = Wake(lock, server.wake_lease)
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.producer = Wake(self.lock, server.wake_producer)
+        self.committer = Wake(self.lock, server.wake_committer)
+        self.changed = JoinWake(self.lock, server.wake_joins)
+        self.lease = Wake(self.lock, server.wake_lease)
         self._server = server
         #: Whether the present generation's streams are woken: from the end of the call on that began it.
         self.hooked = True
@@ -133,18 +130,6 @@ class SimulatedWakes(Wakes):
 
 def _no_other_run(name: str) -> NoReturn:
     raise NotFound(f"there is no run {name!r} on this server")
-
-
-class SmallCoordinator(RunCoordinator):
-    """One whose messages and groups have few steps, so that a small world has many of each."""
-
-    steps_of_message = steps_of_group = 1
-
-    def message_steps(self, batch_size: int) -> int:
-        return self.steps_of_message
-
-    def group_micro_steps(self, world_size: int, batch_size: int) -> int:
-        return self.steps_of_group
 
 
 class _Waiting:
@@ -224,26 +209,28 @@ class Server(Process):
             world.note(self.name, "cannot start", error.name, str(error))
             world.kill_server(self)
             return
-        coordinator = SmallCoordinator(
-            order, ledger, stored.uid, world.plan.timeouts, self.clock, self.wall_clock, self._make_wakes
+        self.wakes = SimulatedWakes(self)
+        context = RunContext(
+            order,
+            ledger,
+            world.plan.timeouts,
+            clock=self.clock,
+            wall_clock=self.wall_clock,
+            lease_clock=self.wall_clock,
+            wakes=self.wakes,
+            # Messages and groups have few steps, so that a small world has many of each.
+            message_steps=lambda *_: world.plan.message_steps,
+            group_micro_steps=lambda *_: world.plan.group_micro_steps,
         )
-        coordinator.steps_of_message, coordinator.steps_of_group = (
-            world.plan.message_steps,
-            world.plan.group_micro_steps,
-        )
-        coordinator.one_change = OneAtATime()  # type: ignore[assignment]
-        self.coordinator = coordinator
-        self.leadership = Leadership(coordinator, self.holder)
+        context.one_change = OneAtATime()  # type: ignore[assignment]
+        self.coordinator = coordinator = RunCoordinator(context, stored.uid, self.holder)
+        self.leadership = coordinator.leadership
         streams, origin = Streams(order, order.config, {}), MixtureOrigin(where="the world", index_dir=None)
-        self.served = ServedRun(coordinator, self.leadership, streams, _no_other_run, origin, order.config)
-        self.producer, self.committer = Producer(coordinator), Committer(coordinator)
+        self.served = ServedRun(coordinator, streams, _no_other_run, origin, order.config)
+        self.producer, self.committer = coordinator.producer, coordinator.committer
         self.reachable = True
         self._keep_lease()
         self._tick()
-
-    def _make_wakes(self, lock: threading.Lock) -> Wakes:
-        self.wakes = SimulatedWakes(lock, self)
-        return self.wakes
 
     def wake_lease(self) -> None:
         self._world.soon(WOKEN_S, self, self._keep_lease)
@@ -432,15 +419,15 @@ class Server(Process):
         state = self.streams[stream] = _Stream(stream)
         rank = stream.rank.number
         try:
-            session = self.coordinator.attach(
+            session = self.coordinator.sessions.attach(
                 uid, generation, rank, nonce, received.sample_index, committed_through,
                 received.digest, server_epoch, stream.rank.launch.attempt, "", number,
             )  # fmt: skip
             self._world.checker.attached(self, stream.rank, session)
             state.session = session
-            self.coordinator.progress(session, consumed.sample_index, credit_micro_steps, consumed.digest)
+            self.coordinator.sessions.progress(session, consumed.sample_index, credit_micro_steps, consumed.digest)
             while state.inbox:
-                self.coordinator.progress(session, *state.inbox.pop(0))
+                self.coordinator.sessions.progress(session, *state.inbox.pop(0))
         except TokenloomError as error:
             self._end(state, error)
             return
@@ -459,7 +446,7 @@ class Server(Process):
             state.inbox.append(report)
             return
         try:
-            self.coordinator.progress(state.session, *report)
+            self.coordinator.sessions.progress(state.session, *report)
         except TokenloomError as error:
             self._end(state, error)
 
@@ -478,14 +465,14 @@ class Server(Process):
             self._detach(state)
 
     def _finish(self, state: _Stream) -> None:
-        """Waits, bounded, until all that every rank acknowledged is committed; as ``RunCoordinator.finish`` does."""
+        """Waits, bounded, until all that every rank acknowledged is committed; as ``Sessions.finish`` does."""
         if state.over or self.coordinator is None or state.closed_at is None:
             return
         late = self._world.now - state.closed_at > FINISH_S
         generation = state.session.active.generation if state.session is not None else None
         if late or generation is None or generation.all_committed() or self.coordinator.stopping:
             if state.session is not None:
-                self.coordinator.leave(state.session)
+                self.coordinator.sessions.leave(state.session)
             self._end(state, None)
         else:
             self._world.soon(0.1, self, self._finish, state)
@@ -502,7 +489,7 @@ class Server(Process):
             return
         coordinator, stream, session, world = self.coordinator, state.stream, state.session, self._world
         try:
-            found = coordinator.next_for(session, 0.0, lambda: False)
+            found = coordinator.sessions.next_for(session, 0.0, lambda: False)
             committed = coordinator.committed_through
             if isinstance(found, Delivery):
                 message = self._batches(session.rank, found)
@@ -551,7 +538,7 @@ class Server(Process):
 
     def _detach(self, state: _Stream) -> None:
         if state.session is not None and self.coordinator is not None:
-            self.coordinator.detach(state.session)
+            self.coordinator.sessions.detach(state.session)
 
     def _hook(self) -> None:
         """Makes the slots' conditions of a new generation wake their streams."""

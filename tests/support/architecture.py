@@ -134,7 +134,7 @@ PURE = tuple(
         *("core", "mixing", "packing", "ledger.commands", "ledger.rules"),
         *("order.batch_plans", "order.feed", "order.pipeline", "order.replay", "order.steps"),
         *("run.generation", "run.slots"),
-        *("run.active_generation", "run.commits", "run.delivery", "run.lease_state", "run.join_call", "run.sizing"),
+        *("run.active_generation", "run.delivery", "run.head", "run.lease", "run.join_call", "run.sizing"),
         *("run.views",),
         *(
             "tokenizer.boundary",
@@ -153,12 +153,22 @@ IMPURE = (
     *("subprocess", "threading", "time", "redis", "sqlite3", "random", "secrets", "uuid", "numpy.random"),
 )
 
-#: A live run's lock and all that it guards belong to one object, whose class lies in these modules. Others hold it, and
-#: its present generation, under these names; they send commands and read views.
+#: A live run's lock and all that it guards belong to one object, whose parts lie in these modules. Others hold it, and
+#: its present generation, under these names; they send commands and read views. Parts know each other under ``PARTS``.
 COORDINATOR = tuple(
-    f"{SERVER}.run.{name}" for name in ("coordinator", "stream_commands", "run_state", "active_generation")
+    f"{SERVER}.run.{name}"
+    for name in (
+        *("active_generation", "attempts", "committer", "context", "coordinator", "head", "leadership", "lease"),
+        *("pins", "present_generation", "producer", "sessions", "silent_ranks", "takeover", "timeline_changes"),
+    )
 )
 COORDINATED = frozenset({"coordinator", "_coordinator", "active"})
+PARTS = frozenset(
+    {
+        *("active", "context", "head", "lease", "pins", "present", "_attempts", "_claims", "_context", "_leadership"),
+        *("_head", "_lease", "_overview", "_pins", "_present", "_silent_ranks", "generation", "slots"),
+    }
+)
 
 #: What may be imported of others, beside the standard library: the base dependencies and torch for a trainer, and those
 #: of the server extra (starlette is FastAPI's own foundation, awkward what gigatoken takes its text in). The demo
@@ -478,17 +488,18 @@ def _changes(module: Module, constants: set[str]) -> Iterator[str]:
 
 
 def coordinated(tree: Tree) -> Iterator[str]:
-    """Nobody but a run's coordinator takes its lock, reads what it keeps to itself, or writes its fields."""
+    """Nobody but the parts of a run take its lock, and each part alone reads what it keeps to itself, and writes its
+    fields."""
     for module in tree.of(SERVER):
-        if module.name in COORDINATOR:
-            continue
+        is_part = module.name in COORDINATOR
         for node in ast.walk(module.syntax):
-            if isinstance(node, ast.Attribute) and (names := COORDINATED & {*_dotted(node.value).split(".")}):
-                owner = min(names)
-                if node.attr.startswith("_") or node.attr == "lock" or node.attr.endswith("_lock"):
-                    yield f"{module.at(node.lineno)}: {owner}.{node.attr} is the coordinator's own; send it a command"
+            owners = PARTS if is_part else COORDINATED
+            if isinstance(node, ast.Attribute) and (names := owners & {*_dotted(node.value).split(".")}):
+                owner, is_lock = min(names), node.attr == "lock" or node.attr.endswith("_lock")
+                if node.attr.startswith("_") or (is_lock and not is_part):
+                    yield f"{module.at(node.lineno)}: {owner}.{node.attr} is its own; send it a command"
                 elif not isinstance(node.ctx, ast.Load):
-                    yield f"{module.at(node.lineno)}: {node.attr} of {owner} is written; send the coordinator a command"
+                    yield f"{module.at(node.lineno)}: {node.attr} of {owner} is written; send it a command"
 
 
 def watched_over(tree: Tree) -> Iterator[str]:

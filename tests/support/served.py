@@ -31,8 +31,8 @@ from tokenloom_server.reports.stats_text import print_stats
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join import Joined
 from tokenloom_server.run.join_call import JoinCall
+from tokenloom_server.run.sessions import Session
 from tokenloom_server.run.timeouts import Timeouts
-from tokenloom_server.run.views import Session
 
 RUN = "test"
 PATIENCE_S = 120.0
@@ -110,16 +110,16 @@ class Rank:
         """A new stream, perhaps to another server: it goes on after what was received."""
         self.served, self.end = served, None
         coordinator, opening = served.coordinator, self.joined.opening
-        self.session = coordinator.attach(
+        self.session = coordinator.sessions.attach(
             self.joined.uid, opening.generation, self.call.rank, self.call.nonce, self.received, self.committed_seen
         )
-        coordinator.progress(self.session, self.consumed, credit_micro_steps)
+        coordinator.sessions.progress(self.session, self.consumed, credit_micro_steps)
         return self.session
 
     def receive(self) -> bool:
         """One message; False at the end of data."""
         coordinator = self.served.coordinator
-        message = coordinator.next_for(self.session, PATIENCE_S, never)
+        message = coordinator.sessions.next_for(self.session, PATIENCE_S, never)
         assert not isinstance(message, Waiting), message.waiting_for
         if isinstance(message, EndOfData):
             self.end = message
@@ -160,7 +160,7 @@ class Rank:
             self.taken |= step.samples
             self.history.append(step.point)
             self.consumed = step.end
-            self.served.coordinator.progress(self.session, self.consumed, 1000)
+            self.served.coordinator.sessions.progress(self.session, self.consumed, 1000)
         return steps
 
     def state(self, index: int | None = None) -> bytes:
@@ -217,15 +217,15 @@ class Trainer:
 
     def settle(self) -> None:
         """Until all that was consumed is committed."""
-        self.ranks[0].served.coordinator.finish(self.ranks[0].session, PATIENCE_S)
+        self.ranks[0].served.coordinator.sessions.finish(self.ranks[0].session, PATIENCE_S)
 
     def leave(self, goodbye: bool = True) -> None:
         """The streams end, with a goodbye or as those of a killed process."""
         self.settle()
         for rank in self.ranks:
             if goodbye:
-                rank.served.coordinator.leave(rank.session)
-            rank.served.coordinator.detach(rank.session)
+                rank.served.coordinator.sessions.leave(rank.session)
+            rank.served.coordinator.sessions.detach(rank.session)
 
     def state(self, index: int | None = None) -> bytes:
         states = {rank.state(index) for rank in self.ranks}

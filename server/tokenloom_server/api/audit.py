@@ -39,9 +39,9 @@ def changed(run: ServedRun, change: str) -> None:
 @contextmanager
 def pinning(run: ServedRun) -> Iterator[None]:
     """While the present caller changes where a run's next launch begins."""
-    before = run.coordinator.pin
+    before = run.coordinator.pins.pin
     yield
-    after = run.coordinator.pin
+    after = run.coordinator.pins.pin
     changed(run, f"next launch: {_pin_text(after)} (before: {_pin_text(before)})")
 
 

@@ -23,7 +23,6 @@ from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import ForkHandler
 from tokenloom_server.run.history_reader import HistoryReader
 from tokenloom_server.run.join import JoinHandler
-from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.recorder import Recorder
@@ -38,7 +37,6 @@ class ServedRun:
     def __init__(
         self,
         coordinator: RunCoordinator,
-        leadership: Leadership,
         streams: Streams,
         other: Callable[[str], PastStates | None],
         origin: MixtureOrigin,
@@ -53,14 +51,14 @@ class ServedRun:
         #: a call whose client reads nothing, and what ends threads.
         self.closers: set[Callable[[], object]] = set()
         self.measures = coordinator.measures
-        self.leadership = leadership
+        self.leadership = coordinator.leadership
         self.past_states = PastStates(coordinator)
         self.revision_handler = RevisionHandler(coordinator)
         self.fork_handler = ForkHandler(coordinator, self.past_states, other)
         self.join_handler = JoinHandler(coordinator, self.past_states, self.revision_handler, self.fork_handler)
         self.losses = Losses(coordinator)
         self.stats = StatsReader(coordinator, self.losses)
-        self.recorder = Recorder(coordinator, self.stats, self.losses, leadership.holder)
+        self.recorder = Recorder(coordinator, self.stats, self.losses, coordinator.leadership.holder)
         self.history = HistoryReader(coordinator)
         self.past = Past(coordinator, self.past_states)
         self.peeks = Peeks(self.past)

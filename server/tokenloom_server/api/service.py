@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,8 +34,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.reports.stats import NextLaunch
-from tokenloom_server.run.committer import Committer
-from tokenloom_server.run.producer import Producer
+from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.timeouts import Timeouts
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class RunProblem(NamedTuple):
     error: TokenloomError
 
 
-class Runs(RunStarter):
+class Runs:
     """The runs of a server, by name. What is asked of one run is asked of its ``ServedRun``.
 
     Calls may come from any thread, and may block for one round trip of the ledger; those that go forward to a sample
@@ -79,7 +79,10 @@ class Runs(RunStarter):
     ) -> None:
         """``options``: see ``RunStarter``. ``on_change`` is called where a run was added or removed; ``require_room``
         raises ``ConfigError`` where the files of so many sources cannot be open."""
-        super().__init__(ledger, holder, timeouts, **options)
+        #: This process, for who compares what answers at two ports.
+        self.identity = uuid.uuid4().hex
+        self._starter = RunStarter(ledger, holder or self.identity, timeouts or Timeouts(), **options)
+        self._runs: dict[str, ServedRun] = {}
         self._on_change, self._require_room = on_change, require_room
         #: By where their mixtures stand.
         self._problems: dict[str, RunProblem] = {}
@@ -104,7 +107,7 @@ class Runs(RunStarter):
         Raises ``LeaseHeld`` where another server leads it (unless on standby), ``RunBusy`` where somebody else changes
         it just now, what ``config.load``, ``builder.create`` and ``builder.load`` raise, and the ledger's errors.
         """
-        mixture = origin.load(self._catalog)
+        mixture = origin.load(self._starter.catalog)
         with self._change(mixture.run):
             if mixture.run in self._runs:
                 raise ConfigError(
@@ -117,7 +120,7 @@ class Runs(RunStarter):
                     "another"
                 )
             self._require_room(len(mixture.sources) + sum(len(run.config.sources) for run in self.served()))
-            served = self._begin(*self._prepare(mixture, origin, reason))
+            served = self._begin(*self._starter.prepare(mixture, origin, reason, self._past_states_of))
         self._problems.pop(origin.where, None)
         audit.said(f"run {served.name}", f"added, of {origin.where}")
         self._tell()
@@ -136,7 +139,7 @@ class Runs(RunStarter):
             return "It is served as its mixture file stands now."
         with self._change(name):
             served = self._runs[name]
-            mixture = served.origin.load(self._catalog)
+            mixture = served.origin.load(self._starter.catalog)
             if mixture.run != name:
                 raise ConfigError(
                     f"{served.origin.where}: run: found {mixture.run!r}, but run {name!r} is served from this file; "
@@ -214,7 +217,7 @@ class Runs(RunStarter):
 
     def run_of(self, origin: MixtureOrigin) -> str:
         """The run that a mixture names. Raises ``ConfigError`` for one that is wrong."""
-        return origin.load(self._catalog).run
+        return origin.load(self._starter.catalog).run
 
     def origin(self, name: str) -> MixtureOrigin:
         """Where the mixture of a run stands, be it served or not. Raises ``NotFound``, ``Forbidden``."""
@@ -223,7 +226,8 @@ class Runs(RunStarter):
 
     def _reload(self, served: ServedRun, mixture: RunConfig, reason: Reason | None) -> tuple[ServedRun, str]:
         note = "The mixture is the one in force; what else the file says holds from now on."
-        prepared, change = self._prepare(mixture, served.origin, reason)  # what is wrong shows before anything ends
+        # What is wrong shows before anything ends.
+        prepared, change = self._starter.prepare(mixture, served.origin, reason, self._past_states_of)
         if change is not None:
             revision = served.mixture.revise(change)
             note = f"Revision {revision.number} holds from sample {revision.sample_index:,} on."
@@ -238,15 +242,14 @@ class Runs(RunStarter):
 
     def _begin(self, served: ServedRun, change: MixtureChange | None = None) -> ServedRun:
         """Leads a run, once its lease lapsed, and starts its threads."""
-        if not self._standby:
+        if not self._starter.standby:
             served.leadership.wait_to_lead()
         with self._lock:
             if self._stopping:
                 served.leadership.let_go()
                 raise ServerStopping("the server is stopping; it serves no more runs")
             self._runs[served.name] = served
-            served.coordinator.start(Producer(served.coordinator), Committer(served.coordinator))
-            served.leadership.start()
+            served.coordinator.start()
             served.recorder.start()
         if change is not None:
             served.revision_handler.revise_soon(change)
@@ -285,7 +288,7 @@ class Runs(RunStarter):
         _end_each(LET_GO_S, [served.leadership.end for served in ending])
         for served in ending:
             if why is not None:
-                served.coordinator.await_detached(GOODBYE_S)
+                served.coordinator.sessions.await_detached(GOODBYE_S)
                 for close in served.closers.copy():
                     close()
             served.coordinator.order.resources.close()
@@ -333,6 +336,10 @@ class Runs(RunStarter):
 
     def _problem_of(self, run: str) -> RunProblem | None:
         return next((problem for problem in self.problems() if problem.run == run), None)
+
+    def _past_states_of(self, run: str) -> PastStates | None:
+        served = self._runs.get(run) if caller.who.get().sees(run) else None
+        return served.past_states if served is not None else None
 
     def names(self) -> list[str]:
         """Of the runs that the present caller's token is good for."""

@@ -7,15 +7,15 @@ Who writes, and what a write has to name:
 
 | command | written by | names |
 |---|---|---|
-| Create | ``Ledger.create_run``: ``api.service``, ``run.streams``, ``run.leadership`` | a run that is not there yet |
+| Create | ``Ledger.create_run``: ``api.bring_up``, ``run.leadership``, ``run.streams`` | a run that is not there yet |
 | Import | ``tools.ledger_backup``, ``tools.ledger_copy`` | a whole run, from elsewhere |
 | Move | ``tools.ledger_copy`` | server epoch; where the run is from now on |
 | Acquire | ``run.leadership``, ``tools.ledger_copy`` | its holder; gives the next server epoch |
-| Renew, Release | ``run.leadership`` | server epoch |
-| Open, Adopt | ``run.coordinator``, ``run.opening`` | server epoch |
-| ClaimSlot | ``run.coordinator``, ``run.stream_commands`` | server epoch, generation |
+| Renew, Release | ``run.leadership``, ``tools.ledger_copy`` | server epoch |
+| Open, Adopt | ``run.attempts``, ``run.opening`` | server epoch |
+| ClaimSlot | ``run.attempts``, ``run.sessions`` | server epoch, generation |
 | Commit, ThinJournal | ``run.committer`` | server epoch; a commit its generation, too |
 | Revise, DropRevisions | ``run.revise`` | server epoch |
-| Pin | ``replay.start_points`` | server epoch |
+| Pin | ``run.pins`` | server epoch |
 | SaveSnapshot | ``replay.saved_snapshots`` | the run's uid: it changes neither the committed state nor the lease |
 """

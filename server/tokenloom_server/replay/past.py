@@ -123,7 +123,7 @@ class Past:
         the caller has gone, or it is ``out_of_time``: who asks again, or near by, goes on from there.
         """
         replay = Replay(timeline, state)
-        with self.coordinator.going(replay, index) as report:
+        with self.coordinator.way_forward.reported(replay, index) as report:
             while replay.is_before(index) and not (caller.has_gone() or out_of_time()):
                 report()
                 self.turn(partial(replay.turn, index))

@@ -65,7 +65,7 @@ class StartPoints:
             skip = self._whole_samples(point.sample_index, skip_samples, skip_tokens)
             pin = self._past.states.pin(text, skip, undo_skip, self._past.forward)
             # Going forward takes its time: an opening, or a revision, may have changed what the run passes over.
-            is_pinned = run.set_pin(pin, timeline)
+            is_pinned = run.pins.set(pin, timeline)
         for note in point.notes:
             _log.info("%s: %s", run.name, note)
         _log.info("%s: the next generation starts at sample %d (pinned)", run.name, point.sample_index)
@@ -78,10 +78,10 @@ class StartPoints:
         is none, and the ledger's errors."""
         run = self._past.coordinator
         run.require_lead()
-        pin = run.pin
+        pin = run.pins.pin
         if pin is None:
             raise NotFound(f"nothing is pinned for the next launch of run {run.name!r}")
-        run.set_pin(None)
+        run.pins.set(None)
         _log.info("%s: what was pinned for the next generation is taken back", run.name)
         return next_launch(pin)
 
@@ -96,7 +96,7 @@ class StartPoints:
                 "it another name in its mixture file"
             )
         pin = self._past.states.pin(self._forks.fork(text), advance=self._past.forward)
-        run.set_pin(pin)
+        run.pins.set(pin)
         launch = next_launch(pin)
         _log.info("%s: begins at sample %d, forked (pinned)", run.name, launch.sample_index)
         return launch

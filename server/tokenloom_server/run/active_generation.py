@@ -1,4 +1,4 @@
-"""The present generation of a run, with what belongs to it alone. Pure: the coordinator passes the time in."""
+"""A generation that a server leads, with what belongs to it alone. Pure: the parts of the run pass the time in."""
 
 from __future__ import annotations
 
@@ -8,29 +8,10 @@ from typing import NamedTuple
 
 from tokenloom_server.core.rank_state import RankState
 from tokenloom_server.core.state import State
-from tokenloom_server.ledger.records import StoredRun, date_of
-from tokenloom_server.order.steps import StepGroup
+from tokenloom_server.ledger.records import date_of
+from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.generation import Generation
-
-
-class LedgerLoss(NamedTuple):
-    """What the ledger no longer has: a commit of this generation beyond, or at, this sample index, or so many changes
-    of the revisions."""
-
-    generation: int
-    sample_index: float
-    revision_changes: int
-    #: Unix time.
-    noticed_at: float
-
-    def made_right(self, stored: StoredRun) -> bool:
-        """Whether the ledger has it again, or a generation that was opened since."""
-        if stored.opening is None or stored.committed is None:
-            return False
-        back = (stored.opening.generation, stored.committed.sample_index) >= (self.generation, self.sample_index)
-        back = back and stored.revision_changes >= self.revision_changes
-        return back or stored.opening.opened_at > self.noticed_at
 
 
 class RankView(NamedTuple):
@@ -40,7 +21,7 @@ class RankView(NamedTuple):
     state: RankState
     #: Sample index up to which it has consumed.
     position: int
-    #: Of its last message, by the coordinator's clock; None where it was never heard.
+    #: Of its last message, by the run's clock; None where it was never heard.
     last_heard: float | None
     #: For how long it has waited for data since it joined, seconds; and the part of its last half a minute.
     waited_s: float
@@ -68,7 +49,7 @@ class GenerationView(NamedTuple):
     #: Micro-steps that are produced and not committed, and how many may be.
     held_steps: int = 0
     window_micro_steps: int = 1
-    #: By when all of its ranks were heard, by the coordinator's clock; None where one was not.
+    #: By when all of its ranks were heard, by the run's clock; None where one was not.
     heard_at: float | None = None
     #: Whether none of its ranks trains: each said goodbye, or is silent for longer than the liveness.
     stands_still: bool = False
@@ -88,7 +69,7 @@ class GenerationView(NamedTuple):
 
 @dataclass(slots=True)
 class ActiveGeneration:
-    """Changed by the run's coordinator alone, under its lock; others hold it to name the generation."""
+    """Changed by the parts of the run alone, under its lock; others hold it to name the generation."""
 
     generation: Generation
     #: The state at which production begins.
@@ -101,7 +82,7 @@ class ActiveGeneration:
     opened_at: float
     #: Rank 0's process, as far as known: one may begin anew without waiting for itself.
     process: str
-    #: Since when ranks are listened to without a pause of the server, by the coordinator's clock.
+    #: Since when ranks are listened to without a pause of the server, by the run's clock.
     since: float
     #: Whether ranks may hold more than this server knows: they were another one's, or those of its former life.
     taken_up: bool
@@ -111,6 +92,26 @@ class ActiveGeneration:
     asked_for: int = 0
     #: By process (nonce), the number that it gave its present stream.
     stream_numbers: dict[str, int] = field(default_factory=dict)
+
+    def note_stream(self, nonce: str, number: int, process: str) -> None:
+        """A process began a stream of this number; ``process``: rank 0's, where it says."""
+        self.stream_numbers[nonce] = number
+        self.process = process or self.process  # which a restarted server did not know
+
+    def ask_for(self, steps: int) -> tuple[BatchPlan, int]:
+        """Production is asked for so many micro-steps; (their plan, how many of their group are published)."""
+        produced = self.generation.produced
+        self.asked_for = produced + steps
+        plan = self.generation.batch_plans.at_step(produced)
+        return plan, produced - plan.group_begin(produced)
+
+    def close(self, closed: bool) -> None:
+        """A revision closes it, or does not."""
+        self.closed = closed
+
+    def listen(self, now: float) -> None:
+        """The server was paused until now: no rank was silent meanwhile, as far as is known."""
+        self.since = now
 
     def view(self, now: float, liveness_s: float) -> GenerationView:
         generation, index_of = self.generation, self.generation.index_of

@@ -75,7 +75,7 @@ class ForkHandler:
                         f"{foreign.run!r}: a fork is a new run; give it another name in its mixture file"
                     )
                 origin = self._origin(text, foreign)
-                coordinator.adopt_timeline(epoch, coordinator.timeline.with_origin(origin))
+                coordinator.changes.adopt(epoch, coordinator.timeline.with_origin(origin))
             return self._past_states.seal(coordinator.timeline.decode(origin.state), 0, origin.state)
 
     def _origin(self, text: str | bytes, foreign: ForeignSnapshot) -> Origin:

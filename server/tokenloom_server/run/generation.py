@@ -1,7 +1,7 @@
 """One generation of a live run: what was produced, sent, consumed and committed. The sole owner of that.
 
-Pure logic: no clock, thread, socket or ledger. The caller (``coordinator``) serialises all calls, passes the
-time in, and does the slow things outside. Micro-steps are counted from the generation's start.
+Pure logic: no clock, thread, socket or ledger. The callers (the parts of a run) hold its lock, pass the
+time in, and do the slow things outside. Micro-steps are counted from the generation's start.
 
     committed ≤ acknowledged (by all) ≤ consumed (by a rank) ≤ sent ≤ produced ≤ committed + window
 """

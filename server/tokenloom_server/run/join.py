@@ -52,7 +52,7 @@ class JoinHandler:
             with self._coordinator.measures.joins.timing(self._coordinator.clock):
                 return self._join(call)
         except (errors.JoinRefused, errors.SnapshotInvalid) as error:
-            self._coordinator.refuse_rank(call.attempt, call.rank, error)
+            self._coordinator.attempts.refuse_rank(call.attempt, call.rank, error)
             raise
 
     def _join(self, call: JoinCall) -> Joined:
@@ -60,20 +60,19 @@ class JoinHandler:
         deadline = coordinator.clock() + RANK_0_WAIT_S
         call = join_call.with_global_batch_size(call, coordinator.name, config.global_batch_size)
         while True:
-            coordinator.require_own_slot(call.attempt, call.rank, call.nonce)
-            coordinator.require_unrefused(call.attempt, call.rank)
+            coordinator.attempts.require_free(call.attempt, call.rank, call.nonce)
             join_call.check(call, coordinator.timeline.sample_bytes, config.window_micro_steps)
             coordinator.require_lead()
             call = self._as_own(call)
             opening = self._open(call) if call.rank == 0 else self._opened_by_rank_0(call)
             if opening is not None:
-                coordinator.claim_slot(opening.generation, call.rank, call.nonce, call.release)
+                coordinator.attempts.claim_slot(opening.generation, call.rank, call.nonce, call.release)
                 start = coordinator.timeline.decode(opening.start_state)
                 return Joined(uid=coordinator.uid, opening=opening, start=start)
             left_s = deadline - coordinator.clock()
             if left_s <= 0:
                 raise no_rank_0(call)
-            coordinator.await_rank_0(call.attempt, self._opener.choice_of(call), left_s)
+            coordinator.attempts.await_rank_0(call.attempt, self._opener.choice_of(call), left_s)
 
     def _as_own(self, call: JoinCall) -> JoinCall:
         """A call whose state is one of this run: of a fork it is made from the other run's."""
@@ -92,7 +91,7 @@ class JoinHandler:
         """Rank 0's part."""
         try:
             coordinator = self._coordinator
-            with coordinator.opening(call.attempt), coordinator.measures.openings.timing(coordinator.clock):
+            with coordinator.attempts.opening(call.attempt), coordinator.measures.openings.timing(coordinator.clock):
                 return self._opener.open(call)
         except (errors.LedgerUnavailable, errors.NotLeader, errors.ServerStopping):
             # Rank 0 tries again, perhaps because its call broke off, so the others go on waiting for it.
@@ -107,13 +106,13 @@ class JoinHandler:
         except errors.TokenloomError:
             # Rank 0's state cannot be read; the other ranks' own Joins meet the same.
             return
-        self._coordinator.refuse_attempt(call.attempt, choice, error)
+        self._coordinator.attempts.refuse(call.attempt, choice, error)
 
     def _opened_by_rank_0(self, call: JoinCall) -> Opening | None:
         """The opening that rank 0 wrote; None while there is none. Raises what rank 0 was refused with."""
         coordinator = self._coordinator
         try:
-            has_opened = coordinator.has_opened(call.attempt, self._opener.choice_of(call))
+            has_opened = coordinator.attempts.has_opened(call.attempt, self._opener.choice_of(call))
         except errors.RunBusy as error:
             # Rank 0 asks again, and may take longer than this one to be heard.
             raise errors.RunBusy(str(error), (error.retry_for_s or 0.0) + RANK_0_MARGIN_S) from None

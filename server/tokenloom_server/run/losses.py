@@ -73,9 +73,9 @@ class Losses:
 
     def add(self, uid: str, generation: int, attempt: str, report: Report) -> None:
         """Takes a report of the present generation. Raises ``ConfigError`` for what cannot be, ``Fenced`` and what else
-        ``RunCoordinator.require_generation`` raises."""
+        ``Sessions.require_generation`` raises."""
         report.check(len(self._coordinator.timeline.segments[-1].config.sources))
-        self._coordinator.require_generation(uid, generation, attempt)
+        self._coordinator.sessions.require_generation(uid, generation, attempt)
         with self._lock:
             last = self._last
             if last is not None and report.sample_index <= last.sample_index:

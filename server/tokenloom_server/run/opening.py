@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from tokenloom_server.core.state import State, digest_hex
-from tokenloom_server.errors import JoinRefused, ResumePointNeeded, RunBusy, SnapshotInvalid
+from tokenloom_server.errors import JoinRefused, ResumePointNeeded, SnapshotInvalid
 from tokenloom_server.ledger.commands import Adopt
 from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order.batch_plans import BatchPlans
@@ -14,8 +14,8 @@ from tokenloom_server.order.position_line import position_lines
 from tokenloom_server.order.segments import refuse_unfilled
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.run.commits import commit_of
 from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.head import commit_of
 from tokenloom_server.run.join_call import JoinCall, ResumeChoice, position_of
 from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.pins import PinnedPoint
@@ -23,9 +23,6 @@ from tokenloom_server.run.revise import RevisionHandler, brings
 from tokenloom_server.run.sizing import batch_plans_of
 
 _log = logging.getLogger(__name__)
-
-#: Beyond the liveness, clients ask a busy run again for so long, seconds: their delays, and a slow machine's.
-BUSY_MARGIN_S = 6.0
 
 
 class GenerationOpener:
@@ -63,9 +60,9 @@ class GenerationOpener:
             if stored.opening is not None and stored.opening.attempt == call.attempt:
                 # The same process asking again (its answer was lost), or another one: the slot tells.
                 self.check_agreement(call, stored.opening)
-                coordinator.reopen(stored.opening)
+                coordinator.attempts.reopen(stored.opening)
                 return stored.opening
-            self._refuse_busy(call)
+            coordinator.takeover.refuse_busy(call)
             if stored.opening is None and not call.state:
                 refuse_unfilled(coordinator.timeline.segments)
             # The trainer's state carries its revisions; a ledger that lost some takes them from it.
@@ -81,7 +78,7 @@ class GenerationOpener:
             # Noted before the write: where its answer is lost, the same rank asks again.
             self._newest = call.attempt, choice
             committed = commit_of(timeline, start, opening.start_state)
-            coordinator.open_generation(epoch, uid, opening, start, committed, timeline)
+            coordinator.attempts.open(epoch, uid, opening, start, committed, timeline)
         resources = coordinator.order.resources
         resources.changed = tuple(dict.fromkeys((*resources.changed, *point.changed)))
         for text in resources.changed:
@@ -118,22 +115,6 @@ class GenerationOpener:
             parent_run=origin.to_json() if origin is not None else "",
             batch_plans=batch_plans.text,
             process=call.process,
-        )
-
-    def _refuse_busy(self, call: JoinCall) -> None:
-        """A second launch, or a notebook, must not end a training run by mistake."""
-        coordinator = self._coordinator
-        trainer = coordinator.busy(call.process)
-        if trainer is None:
-            return
-        if call.takeover:
-            _log.warning("%s: attempt %s takes over: %s", coordinator.name, call.attempt, trainer)
-            return
-        liveness_s = coordinator.timeouts.liveness_s
-        raise RunBusy(
-            f"run {coordinator.name!r} is busy: {trainer}. Wait until it has ended, look at the run with a "
-            "PeekDataset, or end it on purpose with takeover=True",
-            liveness_s + BUSY_MARGIN_S,
         )
 
     def check_agreement(self, call: JoinCall, opening: Opening) -> None:

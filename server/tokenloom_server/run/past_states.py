@@ -395,5 +395,5 @@ class PastStates:
         if state.sample_index == sample_index:
             return state
         replay = Replay(timeline, state)
-        with self._forward_lock, self._coordinator.going(replay, sample_index) as report:
+        with self._forward_lock, self._coordinator.way_forward.reported(replay, sample_index) as report:
             return replay.forward(sample_index, report)

@@ -44,11 +44,11 @@ class RevisionHandler:
         coordinator = self._coordinator
         if change.dry_run:
             return self.tried(change)[1].revisions[-1]
-        with coordinator.one_change, coordinator.production_held(self._choice_of(change)) as (view, index):
+        with coordinator.one_change, coordinator.changes.held(self._choice_of(change)) as (view, index):
             timeline, epoch = view.timeline, view.lease.epoch
             revision = self._made(change, view, index)
             closes = view.closed_by(index)
-            coordinator.change_timeline(
+            coordinator.changes.write(
                 epoch,
                 timeline.with_revisions((*timeline.revisions, revision)),
                 lambda known: self._write(epoch, revision, known, closes),
@@ -111,11 +111,11 @@ class RevisionHandler:
         coordinator = self._coordinator
         with (
             coordinator.one_change,
-            coordinator.production_held(lambda view: _droppable(coordinator.name, number, view)) as (view, _),
+            coordinator.changes.held(lambda view: _droppable(coordinator.name, number, view)) as (view, _),
         ):
             revisions, epoch = view.timeline.revisions, view.lease.epoch
             kept, dropped = revisions[: number - 1], revisions[number - 1 :]
-            coordinator.change_timeline(
+            coordinator.changes.write(
                 epoch,
                 view.timeline.with_revisions(kept),
                 lambda known: coordinator.ledger.execute(
@@ -205,7 +205,7 @@ class RevisionHandler:
                 known = self._write(epoch, revision, known)
             return known
 
-        coordinator.change_timeline(epoch, timeline, write)
+        coordinator.changes.write(epoch, timeline, write)
         for revision in revisions:
             _log.info(
                 "%s: revision %d, from sample %d on, came with a trainer's state",

@@ -97,6 +97,10 @@ class Slots:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
 
+    def join(self, slot: Slot, now: float, release: str) -> None:
+        """The slot is a process's that joined, of a client of this release."""
+        slot.last_heard, slot.left, slot.release = now, False, release
+
     def attach(self, slot: Slot, step: int, now: float) -> None:
         """A new stream of the slot begins after a micro-step."""
         slot.session += 1

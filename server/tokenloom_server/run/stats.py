@@ -19,9 +19,10 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.position_line import position_lines
 from tokenloom_server.reports.stats import LedgerStats, NextLaunch, PlannedRevision, RankStats, RunStats, SourceStats
 from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.head import RecentCommit
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.pins import PinnedPoint
-from tokenloom_server.run.views import RecentCommit, RunView
+from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.scheme import scheme_of
 
 _log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class StatsReader:
             waiting_reason=view.waiting.reason,
             data_wait_share=generation.data_wait_share,
             opening=view.opening,
-            going_forward=coordinator.going_forward,
+            going_forward=coordinator.way_forward.text,
             ended=end and end.reason,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,

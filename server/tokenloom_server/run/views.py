@@ -1,4 +1,4 @@
-"""What others see of a live run: immutable, each made under the coordinator's lock, so true of one moment."""
+"""What others see of a live run: immutable, each made under the run's lock, so true of one moment."""
 
 from __future__ import annotations
 
@@ -8,55 +8,15 @@ from typing import NamedTuple
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import CommittedState
-from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.run.active_generation import ActiveGeneration, GenerationView
+from tokenloom_server.run.active_generation import GenerationView
 from tokenloom_server.run.delivery import Waiting
-from tokenloom_server.run.lease_state import LeaseState
+from tokenloom_server.run.head import RecentCommit
+from tokenloom_server.run.lease import LeaseState
 from tokenloom_server.run.pins import PinnedPoint
 
 #: Rates and window shares look back this far, seconds.
 LOOK_BACK_S = 30.0
-
-
-class Session(NamedTuple):
-    """A rank's stream: the generation that it is of, and which of the rank's streams it is."""
-
-    active: ActiveGeneration
-    rank: int
-    number: int
-
-
-class ProductionTask(NamedTuple):
-    """Micro-steps that the producer has to make now, all of one group."""
-
-    active: ActiveGeneration
-    timeline: Timeline
-    plan: BatchPlan
-    steps: int
-    #: Micro-steps of the group that are published already; 0 where it begins.
-    published: int
-
-
-class CommitTask(NamedTuple):
-    """What the committer has to write now: the state after the generation's first ``steps`` micro-steps, the last of
-    which is in ``group``."""
-
-    active: ActiveGeneration
-    timeline: Timeline
-    uid: str
-    group: StepGroup
-    steps: int
-    #: The sample index that this server knows to be committed.
-    known_index: int
-
-
-class RecentCommit(NamedTuple):
-    """A commit of the last minute or so: when it was made, and what was ``consumed`` up to it."""
-
-    time: float
-    total_tokens: int
-    consumed: tuple[int, ...]
 
 
 class RunView(NamedTuple):

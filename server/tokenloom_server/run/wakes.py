@@ -19,21 +19,22 @@ class Bell(threading.Condition):
 
 class Wakes:
     """One condition for each kind of sleeper, so that a thread is woken only where it would act: waking it costs more
-    than what most events bring it. Used by the run's coordinator alone, which holds the lock."""
+    than what most events bring it. Used by the parts of the run alone, which hold its lock."""
 
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
-        self.producer = threading.Condition(lock)
-        self.committer = threading.Condition(lock)
-        self.lease = threading.Condition(lock)
+    def __init__(self) -> None:
+        #: The run's lock.
+        self.lock = threading.Lock()
+        self.producer = threading.Condition(self.lock)
+        self.committer = threading.Condition(self.lock)
+        self.lease = threading.Condition(self.lock)
         #: Joins that wait for rank 0, and streams that wait for their last commit.
-        self.changed = threading.Condition(lock)
+        self.changed = threading.Condition(self.lock)
         #: The present generation's streams, by rank.
         self.ranks: list[threading.Condition] = []
 
     def set_ranks(self, world_size: int) -> None:
         """A generation of so many ranks is the present one from now on; 0: none is."""
-        self.ranks = [threading.Condition(self._lock) for _ in range(world_size)]
+        self.ranks = [threading.Condition(self.lock) for _ in range(world_size)]
 
     def everyone(self) -> None:
         """Everyone but the lease's thread looks again."""

@@ -17,7 +17,7 @@ from tokenloom_server.api.grpc.rpc import CountError, readable, set_error, shown
 from tokenloom_server.errors import JoinRefused
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery
-from tokenloom_server.run.views import Session
+from tokenloom_server.run.sessions import Session
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class RankStreams:
     def add(self, session: Session, opened: wire.StreamOpen, recheck: Callable[[], None], call: DetachedCall) -> None:
         """``recheck`` raises what ends a stream whose token is not good for it any more."""
         stream = _RankStream(self._coordinator, session, opened, recheck, call, self._news)
-        self._coordinator.ring_for(session, stream.ring)
+        self._coordinator.sessions.ring_for(session, stream.ring)
         self._news.put((stream, _BEGUN))
 
     def stop(self) -> None:
@@ -69,7 +69,7 @@ class RankStreams:
             return True
         if news is None:
             for stream in self._streams:
-                self._coordinator.detach(stream.session)
+                self._coordinator.sessions.detach(stream.session)
                 stream.call.context.cancel()
             return False
         stream, event = news
@@ -108,7 +108,7 @@ class RankStreams:
             set_error(stream.call.context, ending)
         if is_over and not stream.over:
             stream.over = True
-            self._coordinator.detach(stream.session)
+            self._coordinator.sessions.detach(stream.session)
             stream.call.end()
         if is_over:
             self._streams.discard(stream)
@@ -173,7 +173,7 @@ class _RankStream:
         self._progress(request.progress)
 
     def _progress(self, progress: wire.Progress) -> None:
-        self._coordinator.progress(
+        self._coordinator.sessions.progress(
             self.session, progress.consumed_through, progress.credit_micro_steps, progress.digest, progress.waited_s
         )
         self.call.receive(lambda request: self._news.put((self, request)))
@@ -184,15 +184,15 @@ class _RankStream:
         if now < closed_at + BREAK_S:
             return False
         self._said_goodbye = self._said_goodbye or self.call.context.is_active()
-        if not self._coordinator.finish(self.session, 0.0) and now < closed_at + FINISH_S:
+        if not self._coordinator.sessions.finish(self.session, 0.0) and now < closed_at + FINISH_S:
             return False
         if self._said_goodbye:
-            self._coordinator.leave(self.session)
+            self._coordinator.sessions.leave(self.session)
         return True
 
     def _send_next(self, *, may_say_nothing: bool) -> None:
         coordinator = self._coordinator
-        item = coordinator.next_now(self.session)
+        item = coordinator.sessions.next_now(self.session)
         if item is None and may_say_nothing:
             return
         self._recheck()
@@ -201,6 +201,6 @@ class _RankStream:
             starts = self._opened.document_starts
             data = encode_delivery(self.session.rank, item, committed, epoch, document_starts=starts)
         else:
-            data = response_of(item or coordinator.waiting(self.session), committed, epoch).SerializeToString()
+            data = response_of(item or coordinator.sessions.waiting(self.session), committed, epoch).SerializeToString()
         self._silent_since = time.monotonic()
         self._sending = self.call.send(data, lambda: self._news.put((self, _SENT)))

@@ -24,7 +24,7 @@ from tokenloom_server.errors import JoinRefused, TokenloomError
 from tokenloom_server.replay.evaluation import EvaluationCall, Slice
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
-from tokenloom_server.run.views import Session
+from tokenloom_server.run.sessions import Session
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def training(
     """A rank's part of the run; with ``streams`` and many ranks, it goes on there, where ``recheck`` raises what ends
     it."""
     coordinator = served.coordinator
-    session = coordinator.attach(
+    session = coordinator.sessions.attach(
         opened.run_uid,
         opened.generation,
         opened.rank,
@@ -76,7 +76,7 @@ def training(
     try:
         yield from _responses(coordinator, _RankStream(coordinator, session), opened, requests, context)
     finally:
-        coordinator.detach(session)
+        coordinator.sessions.detach(session)
 
 
 def peek(served: ServedRun, opened: wire.StreamOpen, requests: _Requests, context: grpc.ServicerContext) -> _Responses:
@@ -129,18 +129,18 @@ class _RankStream(NamedTuple):
         return f"{self.coordinator.name}-rank-{self.session.rank}"
 
     def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | EndOfData | Waiting:
-        return self.coordinator.next_for(self.session, timeout_s, interrupted)
+        return self.coordinator.sessions.next_for(self.session, timeout_s, interrupted)
 
     def progress(self, consumed_through: int, credit_micro_steps: int, digest: str, waited_s: float) -> None:
-        self.coordinator.progress(self.session, consumed_through, credit_micro_steps, digest, waited_s)
+        self.coordinator.sessions.progress(self.session, consumed_through, credit_micro_steps, digest, waited_s)
 
     def wake(self) -> None:
-        self.coordinator.wake(self.session)
+        self.coordinator.sessions.wake(self.session)
 
     def finish(self, said_goodbye: bool) -> None:
-        self.coordinator.finish(self.session, FINISH_S)
+        self.coordinator.sessions.finish(self.session, FINISH_S)
         if said_goodbye:
-            self.coordinator.leave(self.session)
+            self.coordinator.sessions.leave(self.session)
 
 
 def _responses(
