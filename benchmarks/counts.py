@@ -71,22 +71,15 @@ def received(group: StepGroup, steps: int, rank: int, base: Base) -> tuple[int, 
         size += len(data)
 
         def take(data: bytes = data) -> list[Point]:
-            batches = read(data).batches
-            assert batches is not None
-            infos = list(batches.micro_steps)
-            places = [(info.end_index, info.total_tokens, info.real_tokens, info.digest) for info in infos]
-            columns = zip(*places, strict=True)
-            counts = [zip(repeat(batches.counts), count(1), strict=False)] if COUNTS else []
-            return list(map(Point, *columns, repeat(base), *counts))
+            delivered = read(data).delivered
+            assert delivered is not None
+            numbers = delivered.end_indices, delivered.total_tokens, delivered.real_tokens, delivered.digests
+            return list(map(Point, *numbers, repeat(base), zip(repeat(delivered.counts), count(1), strict=False)))
 
         more, taken = timed(take)
         spent += taken
         points += more
     return size, spent, points
-
-
-#: Whether the tree that is measured has counts at all: an older one may be, for comparison.
-COUNTS = "counts" in Point._fields
 
 
 def main() -> None:

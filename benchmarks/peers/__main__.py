@@ -6,8 +6,9 @@
 
 The same data (W1: ids in Parquet; W2: text), blocks of 2,048, batches of 8, sources mixed 0.7 / 0.25 / 0.05, one run
 after the other on one machine. User and system time of every process of a loader counts, over a steady state behind
-the warm-up. Tokenloom has two ranks, each in its own process, and makes int64 tensors; the peers have one and leave
-their tensors as they are. A peer that does not install, or fails, is listed with the reason.
+the warm-up. Tokenloom has two ranks, each in its own process, and makes int64 tensors; the peers, its own
+``LocalDataset`` among them, have one, and the others leave their tensors as they are. A peer that does not install, or
+fails, is listed with the reason.
 """
 
 from __future__ import annotations

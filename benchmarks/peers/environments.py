@@ -24,6 +24,8 @@ PACKAGES = {
     # It imports aiohttp and pydantic, and asks for neither.
     "ray": ("ray[data]", "aiohttp", "pydantic", "tokenizers", "pyarrow"),
 }
+#: This project's own, which is there.
+OWN = "tokenloom"
 INSTALL_TIMEOUT_S = 900.0
 
 
@@ -33,6 +35,8 @@ class InstallError(Exception):
 
 def python_of(name: str) -> Path:
     """The interpreter of a peer's environment, which is made if it is not there. Raises ``InstallError``."""
+    if name == OWN:
+        return Path(sys.executable)
     folder = FOLDER / name
     python = folder / "bin" / "python"
     done = folder / "installed.txt"
@@ -51,7 +55,10 @@ def python_of(name: str) -> Path:
 
 
 def versions_of(name: str) -> dict[str, str]:
-    """The versions that decide: the peer's own packages', torch's and numpy's."""
+    """The versions that decide: the peer's own packages', torch's and numpy's. Of this project's own every result
+    has them."""
+    if name == OWN:
+        return {}
     wanted = {package.partition("[")[0] for package in (*PACKAGES[name], "torch", "numpy")}
     lines = (FOLDER / name / "installed.txt").read_text().splitlines()
     found = (line.partition("==") for line in lines if "==" in line)

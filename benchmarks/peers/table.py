@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from benchmarks.peers.environments import OWN
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
@@ -31,6 +33,21 @@ _BOTH = ("ids", "text")
 _PREPACKED = "in-process, prepacked offline"
 
 PEERS = (
+    Peer(
+        name="LocalDataset",
+        note="Tokenloom in-process, packs during the run: makes int64 ids and labels",
+        environment=OWN,
+        module="local_dataset",
+        variant="parquet",
+        reads=_BOTH,
+    ),
+    Peer(
+        name="LocalDataset, prepared",
+        note="the same, ids of 16 bits in Arrow: prepared offline",
+        environment=OWN,
+        module="local_dataset",
+        variant="arrow",
+    ),
     Peer(
         name="torchdata",
         note="in-process, packs during the run: a hand-written numpy node under the weighted sampler",

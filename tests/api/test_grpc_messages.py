@@ -1,4 +1,4 @@
-"""A delivery's bytes are the message that protobuf itself would have made."""
+"""A delivery's bytes are the message that protobuf itself would have made, and what is handed over is what it says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from support.catalog import CATALOG
 from support.corpora import encode_state
+from tokenloom.connection.response import read
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_server.api.grpc.messages import encode_delivery
+from tokenloom_server.api.grpc.messages import encode_delivery, hand_over
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.core.varint import varint
@@ -73,6 +74,7 @@ def test_the_bytes_are_the_message_field_by_field(
     )
     assert wire.StreamResponse.FromString(text) == expected
     assert len(text) == expected.ByteSize()
+    assert hand_over(1, Delivery(group, 1, 4, with_base), 6, 3, document_starts=document_starts) == read(text).delivered
 
 
 @pytest.mark.parametrize("value", [0, 1, 127, 128, 300, 2**21 - 1, 2**21, 2**35])

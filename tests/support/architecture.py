@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     PROTO: (
         ("__init__", "address", "batch_schedule", "certificate", "errors", "file_errors", "files", "process", "seal"),
-        ("credentials", "dataloader_pb2", "protocol", "release", "threads"),
+        ("credentials", "dataloader_pb2", "delivered", "protocol", "release", "threads"),
         ("dataloader_pb2_grpc", "resume"),
         ("rest",),
     ),

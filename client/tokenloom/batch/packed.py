@@ -99,8 +99,7 @@ class Message:
         if layout.shifted:
             inputs[...], labels[...] = ids[:, :-1], ids[:, 1:]
         else:
-            inputs[...] = ids
-            labels[...] = inputs  # from the cache, and without a conversion
+            inputs[...], labels[...] = ids, ids
         self._ignore(step, labels)
         batch = cast(
             "NumpyBatch",

@@ -254,7 +254,7 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
             answer.start_tokens,
             real_tokens(answer.start_tokens, counts),
             answer.start_digest,
-            base_of(answer.base),
+            Base(answer.base.sample_index, answer.base.resume_state),
         ),
         layout=Layout(
             batch_size=first.batch_size,
@@ -279,8 +279,3 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
         skips=list(answer.skips),
         samples=answer.stream_samples,
     )
-
-
-def base_of(base: wire.Base) -> Base:
-    """A boundary, free of wire types."""
-    return Base(base.sample_index, base.resume_state)

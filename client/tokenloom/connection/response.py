@@ -1,4 +1,4 @@
-"""What the server streams, read without copying the ids.
+"""What the server streams, read without copying the ids, as a ``Delivered``.
 
 protobuf would copy them twice: into its own memory, then into a Python ``bytes``. They are nearly all of a
 message, so they are found in the received bytes and left there, and protobuf reads what is around them.
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.delivered import Delivered, DeliveredBucket
 from tokenloom_proto.errors import ProtocolError
 
 #: Messages below this are left to protobuf: copying so few ids costs less than finding them.
@@ -21,19 +22,22 @@ _IDS = wire.Batches.IDS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 
 
 class Response(NamedTuple):
-    """A ``StreamResponse``, whose batches (None where it has others) and their ids are beside it, not in it."""
+    """A ``StreamResponse``, whose batches (None where it has others) are beside it, not in it."""
 
     message: wire.StreamResponse
-    batches: wire.Batches | None
-    ids: bytes | memoryview
+    delivered: Delivered | None
 
 
 class _Unusual(Exception):
     """An encoding that this module does not take apart. Whether it is a valid one is protobuf's to say."""
 
 
-def read(data: bytes) -> Response:
-    """Reads one message of the stream. Raises ``ProtocolError`` for bytes that are none."""
+def read(data: bytes | Delivered) -> Response:
+    """Reads one message of the stream; within a process batches come without one. Raises ``ProtocolError`` for bytes
+    that are none."""
+    if isinstance(data, Delivered):
+        about = wire.StreamResponse(committed_through=data.committed_through, server_epoch=data.server_epoch)
+        return Response(about, data)
     try:
         if len(data) >= SMALL_BYTES:
             try:
@@ -47,8 +51,8 @@ def read(data: bytes) -> Response:
             "install the client of the server's version"
         ) from None
     if message.WhichOneof("kind") != "batches":
-        return Response(message, None, b"")
-    return Response(message, message.batches, message.batches.ids)
+        return Response(message, None)
+    return Response(message, _delivered(message, message.batches, message.batches.ids))
 
 
 def _read_around_ids(data: bytes) -> Response:
@@ -58,7 +62,38 @@ def _read_around_ids(data: bytes) -> Response:
     if message.WhichOneof("kind") is not None:
         raise _Unusual  # of a oneof the last one counts
     batches = wire.Batches.FromString(data[content:ids_begin] + data[ids_end:end])
-    return Response(message, batches, memoryview(data)[ids:ids_end])
+    return Response(message, _delivered(message, batches, memoryview(data)[ids:ids_end]))
+
+
+def _delivered(message: wire.StreamResponse, batches: wire.Batches, ids: bytes | memoryview) -> Delivered:
+    infos = list(batches.micro_steps)  # each look into what protobuf holds makes objects anew
+    return Delivered(
+        begin_index=batches.begin_index,
+        end_indices=[info.end_index for info in infos],
+        slices=[info.slice for info in infos],
+        total_tokens=[info.total_tokens for info in infos],
+        real_tokens=[info.real_tokens for info in infos],
+        tokens=[info.tokens for info in infos],
+        label_tokens=[info.label_tokens for info in infos],
+        digests=[info.digest for info in infos],
+        source_ids=batches.source_ids[:],
+        ids=ids,
+        document_counts=batches.document_counts,
+        document_starts=batches.document_starts,
+        base=(batches.base.sample_index, batches.base.resume_state) if batches.HasField("base") else None,
+        counts=batches.counts,
+        buckets=[
+            DeliveredBucket(
+                bucket.name,
+                bucket.source,
+                [(column.name, column.dtype, column.shape) for column in bucket.columns],
+                bucket.sample_bytes,
+            )
+            for bucket in batches.buckets
+        ],
+        committed_through=message.committed_through,
+        server_epoch=message.server_epoch,
+    )
 
 
 def _find(key: int, data: bytes, offset: int, end: int) -> tuple[int, int, int]:

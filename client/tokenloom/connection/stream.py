@@ -24,6 +24,7 @@ import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto import process
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
+from tokenloom_proto.delivered import Delivered, DeliveredBucket
 from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.threads import Background
 
@@ -33,11 +34,11 @@ from tokenloom.batch.packed import Message
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
 from tokenloom.connection.buffer import SIGN_OF_LIFE_S, Step, StepBuffer
 from tokenloom.connection.channel import Channels, Retry, failure, is_named, retryable, summary
-from tokenloom.connection.join import Request, base_of, join
+from tokenloom.connection.join import Request, join
 from tokenloom.connection.reports import Reporter
 from tokenloom.connection.response import Response, read
 from tokenloom.errors import ServerUnavailable
-from tokenloom.snapshot import Point
+from tokenloom.snapshot import Base, Point
 
 log = logging.getLogger("tokenloom")
 
@@ -165,7 +166,7 @@ class Connection:
         # The server that answered the Join first, since it leads; after a break the next one.
         channel = self._channels.renew() if self.reconnects else self._channels.current()
         # The generated stub would have protobuf read what comes, and with it copy the ids.
-        method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes] = channel.stream_stream(
+        method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes | Delivered] = channel.stream_stream(
             _STREAM, request_serializer=wire.StreamRequest.SerializeToString, response_deserializer=None
         )
         call = self._call = method(iter(writer), metadata=self._request.credentials.metadata)
@@ -193,8 +194,8 @@ class Connection:
         self._server_epoch = max(self._server_epoch, message.server_epoch)
         if self.buffer.closing:
             return  # the rest is read only to let the server finish
-        if response.batches is not None:
-            self.buffer.put(self._steps(response.batches, response.ids))
+        if response.delivered is not None:
+            self.buffer.put(self._steps(response.delivered))
         elif message.HasField("end_of_data"):
             end = message.end_of_data
             self._check_begin(end.end_index, "the end of the data")
@@ -204,42 +205,40 @@ class Connection:
                 log.info("%s ends: %s%s", self._request.address, end.reason, note)
             self.buffer.end(end.reason)
 
-    def _steps(self, batches: wire.Batches, ids: bytes | memoryview) -> list[Step]:
-        self._check_begin(batches.begin_index, "a message")
-        if batches.HasField("base"):
-            self._base = base_of(batches.base)
-        infos = list(batches.micro_steps)  # each look into what protobuf holds makes objects anew
-        ends = [info.end_index for info in infos]
-        begins = [batches.begin_index, *ends[:-1]]
+    def _steps(self, delivered: Delivered) -> list[Step]:
+        begin_index, ends = delivered.begin_index, delivered.end_indices
+        self._check_begin(begin_index, "a message")
+        if delivered.base is not None:
+            self._base = Base(*delivered.base)
+        begins = [begin_index, *ends[:-1]]
         if not ends or not all(map(lt, begins, ends)):
-            raise ProtocolError(
-                f"the micro-steps of a message must ascend from {batches.begin_index}, but end at {ends}"
-            )
+            raise ProtocolError(f"the micro-steps of a message must ascend from {begin_index}, but end at {ends}")
         numbers = StepNumbers(
             begin_indices=begins,
             end_indices=ends,
-            slices=[info.slice for info in infos],
-            total_tokens=[info.total_tokens for info in infos],
-            real_tokens=[info.real_tokens for info in infos],
-            tokens=[info.tokens for info in infos],
-            label_tokens=[info.label_tokens for info in infos],
-            source_ids=batches.source_ids[:],
+            slices=delivered.slices,
+            total_tokens=delivered.total_tokens,
+            real_tokens=delivered.real_tokens,
+            tokens=delivered.tokens,
+            label_tokens=delivered.label_tokens,
+            source_ids=delivered.source_ids,
         )
-        layout = self._layouts[self.opening.schedule.number_at(batches.begin_index)]
+        layout = self._layouts[self.opening.schedule.number_at(begin_index)]
         message: Steps
         if layout.rows:
-            buckets = [_bucket(bucket) for bucket in batches.buckets]
-            message = RowsMessage(layout.batch_size, numbers, data=ids, buckets=buckets)
+            message = RowsMessage(
+                layout.batch_size, numbers, data=delivered.ids, buckets=[_bucket(each) for each in delivered.buckets]
+            )
         else:
             message = Message(
                 layout,
                 numbers,
-                ids=ids,
-                document_counts=batches.document_counts,
-                document_starts=batches.document_starts,
+                ids=delivered.ids,
+                document_counts=delivered.document_counts,
+                document_starts=delivered.document_starts,
             )
-        digests, counts = [info.digest for info in infos], zip(repeat(batches.counts), count(1))
-        columns = zip(ends, numbers.total_tokens, numbers.real_tokens, digests, repeat(self._base), counts)
+        counts = zip(repeat(delivered.counts), count(1))
+        columns = zip(ends, numbers.total_tokens, numbers.real_tokens, delivered.digests, repeat(self._base), counts)
         # As Point does it, without a call of Python's for each.
         points = map(partial(tuple.__new__, Point), columns)
         return list(zip(points, repeat(message), count()))
@@ -289,8 +288,8 @@ class Connection:
         )
 
 
-def _bucket(bucket: wire.Bucket) -> Bucket:
-    features = tuple(Feature(column.name, column.dtype, tuple(column.shape)) for column in bucket.columns)
+def _bucket(bucket: DeliveredBucket) -> Bucket:
+    features = tuple(Feature(name, dtype, tuple(shape)) for name, dtype, shape in bucket.columns)
     return Bucket(bucket.name, bucket.source, features, list(bucket.sample_bytes) or None)
 
 

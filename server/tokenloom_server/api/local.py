@@ -16,6 +16,10 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.ledger.open import FILE_NAME
 from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.run.timeouts import Timeouts
+
+#: Nobody can go on from this ledger: what is committed only frees the window. ``close`` waits for a last one.
+COMMIT_EVERY_S = 0.1
 
 
 class LocalServer:
@@ -54,7 +58,7 @@ class LocalServer:
                 # Its one connection has it open, and that is enough: nothing stays on disk, however this process ends.
                 shutil.rmtree(folder, ignore_errors=True)
             ledger.forget_path()
-            runs = Runs(ledger)
+            runs = Runs(ledger, timeouts=Timeouts(commit_every_s=COMMIT_EVERY_S))
             opened.callback(runs.stop)
             base = self._mixture.resolve().parent
             runs.add_from(

@@ -25,8 +25,6 @@ from tokenloom_server.run.present_generation import PresentGeneration
 
 _log = logging.getLogger(__name__)
 
-#: Commits come at most this often, seconds, unless the window would fill up: each covers all micro-steps until then.
-COMMIT_EVERY_S = 0.02
 #: Past states that the ledger keeps per run; every second one goes when they take more.
 JOURNAL_BYTES = 16 * 2**20
 #: Waits between attempts to reach a ledger that is away, seconds.
@@ -85,7 +83,7 @@ class Committer(Loop):
 
     def _commit(self, task: CommitTask) -> None:
         context = self._context
-        self._not_before_s = context.clock() + COMMIT_EVERY_S
+        self._not_before_s = context.clock() + context.timeouts.commit_every_s
         if task.active is not self._active:
             self._active, self._journalled = task.active, task.active.base.sample_index
         try:

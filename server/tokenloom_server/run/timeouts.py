@@ -17,6 +17,8 @@ class Timeouts:
     rank_timeout_s: float = 300.0
     #: After so long a wait for storage: an error.
     storage_timeout_s: float = 300.0
+    #: Commits come at most this often, unless the window would fill up: each covers all micro-steps until then.
+    commit_every_s: float = 0.02
 
     @property
     def tick_s(self) -> float:

@@ -1,6 +1,7 @@
 """The service without a socket: a channel whose calls are made in this process, while a thread waits for them.
 
-Requests and responses are serialised as on any other way, so that what a client does with them is the same.
+Requests and responses are serialised as on any other way, so that what a client does with them is the same; but
+micro-steps are handed over as they are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import grpc
+from tokenloom_proto.delivered import Delivered
 from tokenloom_proto.threads import pool
 
 from tokenloom_server.api.auth import Access
@@ -24,7 +26,7 @@ class InProcessChannel(grpc.Channel):
     """To the runs of this process; whoever has it may do everything. Closing it ends nothing."""
 
     def __init__(self, runs: Runs) -> None:
-        self._handlers = DataLoader(runs, Access()).handlers()
+        self._handlers = DataLoader(runs, Access(), hands_over=True).handlers()
 
     def unary_unary(  # type: ignore[override]  # generated stubs give both
         self, method: str, request_serializer: _Serializer, response_deserializer: _Deserializer, **_: Any
@@ -47,7 +49,7 @@ class InProcessChannel(grpc.Channel):
     def stream_stream(  # type: ignore[override]  # the first is always given
         self, method: str, request_serializer: _Serializer, response_deserializer: _Deserializer | None = None, **_: Any
     ) -> Any:
-        """A method of many requests and many responses; these as bytes without a deserializer."""
+        """A method of many requests and many responses; these as bytes without a deserializer, or as ``Delivered``."""
         handler = self._handler(method)
 
         def call(requests: Iterable[Any], **_: object) -> InProcessCall:
@@ -100,7 +102,10 @@ class InProcessCall:
 
     def __next__(self) -> Any:
         with self._at_work:
-            data = self._serializer(next(self._responses))
+            response = next(self._responses)
+            if isinstance(response, Delivered):
+                return response
+            data = self._serializer(response)
         return self._deserializer(data) if self._deserializer else data
 
     def cancel(self) -> bool:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.delivered import Delivered, DeliveredBucket
 
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.core.varint import varint
 from tokenloom_server.errors import Fenced
 from tokenloom_server.order.steps import StepGroup
+from tokenloom_server.packing.samples import Sample
 from tokenloom_server.replay.evaluation import Slice
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 
@@ -40,17 +42,50 @@ def encode_delivery(
         document_counts=counts,
         document_starts=starts.tolist(),
         base=wire.Base(sample_index=group.begin, resume_state=group.resume_state.encode()) if with_base else None,
-        buckets=_buckets(group, rank, first, last),
+        buckets=[
+            wire.Bucket(
+                name=bucket.name,
+                source=bucket.source,
+                columns=[wire.Column(name=name, dtype=dtype, shape=shape) for name, dtype, shape in bucket.columns],
+                sample_bytes=bucket.sample_bytes,
+            )
+            for bucket in _buckets(group, rank, first, last)
+        ],
         counts=counts_of(group, first, last),
     ).SerializeToString() + _step_infos(group, first, last, rank)
-    ids = group.ids(rank, first, last)
-    if not ids:
-        raise Fenced(f"a newer stream of rank {rank} has consumed what this one was about to send")
+    ids = _ids(rank, delivery)
     size = sum(map(len, ids)) if group.of_rows else len(ids) * len(ids[0])
     ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + varint(size)
     batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + varint(len(batches) + len(ids_key) + size)
     rest = wire.StreamResponse(committed_through=committed_through, server_epoch=epoch).SerializeToString()
     return b"".join((batches_key, batches, ids_key, *ids, rest))
+
+
+def hand_over(rank: int, delivery: Delivery, committed_through: int, epoch: int, *, document_starts: bool) -> Delivered:
+    """As ``encode_delivery``, for a client in this process: what its message would be read as."""
+    group, first, last, with_base = delivery
+    counts, starts = group.document_starts(rank, first, last) if document_starts else ([], np.empty(0, np.uint32))
+    steps, marks = range(first, last), group.marks[first:last]
+    real = [group.real_tokens(step) for step in steps]
+    return Delivered(
+        begin_index=group.step_begin(first),
+        end_indices=[mark.sample_index for mark in marks],
+        slices=[group.slice_of(step, rank) for step in steps],
+        total_tokens=[mark.total_tokens for mark in marks],
+        real_tokens=[group.run_real_tokens(step) for step in steps],
+        tokens=[tokens for tokens, _ in real],
+        label_tokens=[labels for _, labels in real],
+        digests=[digest_hex(mark.digest) for mark in marks],
+        source_ids=group.source_ids[rank, first:last].ravel().tolist(),
+        ids=b"".join(_ids(rank, delivery)),
+        document_counts=counts,
+        document_starts=starts.tolist(),
+        base=(group.begin, group.resume_state.encode()) if with_base else None,
+        counts=counts_of(group, first, last),
+        buckets=list(_buckets(group, rank, first, last)),
+        committed_through=committed_through,
+        server_epoch=epoch,
+    )
 
 
 def response_of(item: EndOfData | Waiting, committed_through: int, epoch: int) -> wire.StreamResponse:
@@ -127,19 +162,22 @@ def counts_of(group: StepGroup, first: int, last: int) -> bytes:
     return counts
 
 
-def _buckets(group: StepGroup, rank: int, first: int, last: int) -> Iterator[wire.Bucket]:
-    """``Batches.buckets``: of each micro-step that is a batch of rows."""
+def _ids(rank: int, delivery: Delivery) -> list[Sample]:
+    ids = delivery.group.ids(rank, delivery.first, delivery.last)
+    if not ids:
+        raise Fenced(f"a newer stream of rank {rank} has consumed what this one was about to send")
+    return ids
+
+
+def _buckets(group: StepGroup, rank: int, first: int, last: int) -> Iterator[DeliveredBucket]:
+    """Of each micro-step that is a batch of rows."""
     if not group.of_rows:
         return
     for step in range(first, last):
         batch = group.batch_of(step)
         sizes = list(map(len, group.ids(rank, step, step + 1)))
-        yield wire.Bucket(
-            name=batch.bucket,
-            source=group.marks[step].stage.config.sources[int(group.source_ids[rank, step, 0])].name,
-            columns=[wire.Column(name=name, dtype=dtype, shape=shape) for name, dtype, shape in batch.features],
-            sample_bytes=sizes if len(set(sizes)) > 1 else (),
-        )
+        source = group.marks[step].stage.config.sources[int(group.source_ids[rank, step, 0])].name
+        yield DeliveredBucket(batch.bucket, source, batch.features, sizes if len(set(sizes)) > 1 else ())
 
 
 def _key(field: int) -> bytes:

@@ -6,13 +6,14 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from functools import partial
 from urllib.parse import unquote
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.delivered import Delivered
 from tokenloom_proto.release import own_release, require_compatible
 
 from tokenloom_server.api import audit
@@ -20,6 +21,7 @@ from tokenloom_server.api.auth import Access, Scope, Token
 from tokenloom_server.api.grpc import join, stream
 from tokenloom_server.api.grpc.auth_interceptor import OTHER_RPCS, authorization_of
 from tokenloom_server.api.grpc.detached_call import GoesOn
+from tokenloom_server.api.grpc.messages import encode_delivery, hand_over
 from tokenloom_server.api.grpc.rank_streams import RankStreams
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Rpc, handlers_of, rpc, rpcs_of
 from tokenloom_server.api.served_run import ServedRun
@@ -48,9 +50,12 @@ class DataLoader:
         rest_address: str | None = None,
         *,
         serves_many: bool = False,
+        hands_over: bool = False,
     ) -> None:
         """``max_connections``: how many trainers and others may have at a time. ``rest_address``: of this server, for
-        who knows its other one. ``serves_many``: one thread serves the ranks' streams of a run, until ``close``."""
+        who knows its other one. ``serves_many``: one thread serves the ranks' streams of a run, until ``close``.
+        ``hands_over``: clients are in this process, and get micro-steps without a message around them."""
+        self._deliver: Callable[..., bytes | Delivered] = hand_over if hands_over else encode_delivery
         self._rest_address = rest_address
         self._runs = runs
         self._access = access
@@ -96,22 +101,22 @@ class DataLoader:
     @rpc(Scope.READ, wire.StreamRequest, trains=True)
     def Stream(  # noqa: N802
         self, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
-    ) -> Iterator[wire.StreamResponse | bytes | GoesOn]:
+    ) -> Iterator[stream.Item | GoesOn]:
         opened = stream.opening(requests, context)
         looks = _evaluates(opened) or opened.peek
         scope = Scope.READ if looks else Scope.TRAIN
-        responses: Generator[wire.StreamResponse | bytes | GoesOn, None, None]
+        responses: Generator[stream.Item | GoesOn, None, None]
         token = self._require(scope, context)
         with caller.serving(token.caller(unquote(context.peer())), context.is_active):
             served = self._runs.get(opened.run) if _evaluates(opened) else self._served(opened.run, opened.stream)
         recheck = self._access.hold(context, token, scope, opened.run)
         if _evaluates(opened):
-            responses = stream.evaluation(served, opened, requests, context)
+            responses = stream.evaluation(served, opened, requests, context, self._deliver)
         elif opened.peek:
-            responses = stream.peek(served, opened, requests, context)
+            responses = stream.peek(served, opened, requests, context, self._deliver)
         else:
             many = self._streams_of(served)
-            responses = stream.training(served, opened, requests, context, recheck, many)
+            responses = stream.training(served, opened, requests, context, self._deliver, recheck, many)
         served.closers.add(context.cancel)
         try:
             with closing(responses):

@@ -7,16 +7,17 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.delivered import Delivered
 from tokenloom_proto.threads import Background
 
 from tokenloom_server.api.grpc import rank_streams
 from tokenloom_server.api.grpc.detached_call import GoesOn
 from tokenloom_server.api.grpc.join import call_of
-from tokenloom_server.api.grpc.messages import encode_delivery, encode_slice, response_of
+from tokenloom_server.api.grpc.messages import encode_slice, response_of
 from tokenloom_server.api.grpc.rank_streams import BREAK_S, FINISH_S, HEARTBEAT_S
 from tokenloom_server.api.grpc.rpc import readable
 from tokenloom_server.api.served_run import ServedRun
@@ -32,7 +33,9 @@ _log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0
 
 _Requests = Iterator[wire.StreamRequest]
-_Responses = Generator[wire.StreamResponse | bytes, None, None]
+#: What a stream gives: a message, or its bytes, or, to a client in this process, micro-steps without one.
+Item: TypeAlias = wire.StreamResponse | bytes | Delivered
+_Responses = Generator[Item, None, None]
 
 
 def opening(requests: _Requests, context: grpc.ServicerContext) -> wire.StreamOpen:
@@ -50,11 +53,12 @@ def training(
     opened: wire.StreamOpen,
     requests: _Requests,
     context: grpc.ServicerContext,
+    deliver: Callable[..., bytes | Delivered],
     recheck: Callable[[], None],
     streams: rank_streams.RankStreams | None,
-) -> Generator[wire.StreamResponse | bytes | GoesOn, None, None]:
-    """A rank's part of the run; with ``streams`` and many ranks, it goes on there, where ``recheck`` raises what ends
-    it."""
+) -> Generator[Item | GoesOn, None, None]:
+    """A rank's part of the run, by ``encode_delivery`` or ``hand_over``; with ``streams`` and many ranks, it goes on
+    there, where ``recheck`` raises what ends it."""
     coordinator = served.coordinator
     session = coordinator.sessions.attach(
         opened.run_uid,
@@ -74,25 +78,35 @@ def training(
         yield partial(streams.add, session, opened, recheck)
         return
     try:
-        yield from _responses(coordinator, _RankStream(coordinator, session), opened, requests, context)
+        yield from _responses(coordinator, _RankStream(coordinator, session), opened, requests, context, deliver)
     finally:
         coordinator.sessions.detach(session)
 
 
-def peek(served: ServedRun, opened: wire.StreamOpen, requests: _Requests, context: grpc.ServicerContext) -> _Responses:
+def peek(
+    served: ServedRun,
+    opened: wire.StreamOpen,
+    requests: _Requests,
+    context: grpc.ServicerContext,
+    deliver: Callable[..., bytes | Delivered],
+) -> _Responses:
     """Samples for a reader that takes no part in the run."""
     index, digest = opened.received_through, opened.received_digest
     with served.peeks.open(opened.run_uid, index, opened.batch_size, digest) as source:
-        yield from _responses(served.coordinator, source, opened, requests, context)
+        yield from _responses(served.coordinator, source, opened, requests, context, deliver)
 
 
 def evaluation(
-    served: ServedRun, opened: wire.StreamOpen, requests: _Requests, context: grpc.ServicerContext
+    served: ServedRun,
+    opened: wire.StreamOpen,
+    requests: _Requests,
+    context: grpc.ServicerContext,
+    deliver: Callable[..., bytes | Delivered],
 ) -> _Responses:
     """Samples of a stream beside training."""
     call = call_of(EvaluationCall, opened)
     source = served.evaluations.open(opened.run_uid, call, opened.received_through, opened.received_digest)
-    yield from _responses(served.coordinator, source, opened, requests, context)
+    yield from _responses(served.coordinator, source, opened, requests, context, deliver)
 
 
 class StreamSource(Protocol):
@@ -149,6 +163,7 @@ def _responses(
     opened: wire.StreamOpen,
     requests: _Requests,
     context: grpc.ServicerContext,
+    deliver: Callable[..., bytes | Delivered],
 ) -> _Responses:
     """What a source gives, until the data end, the client closes its side, or the generation is over."""
     progress, document_starts = opened.progress, opened.document_starts
@@ -165,7 +180,7 @@ def _responses(
             item = source.next(HEARTBEAT_S, lambda: reader.closed or reader.error is not None)
             committed, epoch = coordinator.committed_through, coordinator.lease.epoch
             if isinstance(item, Delivery):
-                yield encode_delivery(source.rank, item, committed, epoch, document_starts=document_starts)
+                yield deliver(source.rank, item, committed, epoch, document_starts=document_starts)
             elif isinstance(item, Slice):
                 yield encode_slice(item, committed, epoch, document_starts=document_starts)
             else:
