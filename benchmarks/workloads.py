@@ -46,7 +46,6 @@ class Workload:
     ledger: Literal["sqlite", "redis"] = "sqlite"
     ranks: int = RANKS
     packing: Literal["concat", "best_fit"] = "concat"
-    shuffle: Literal["none", "rows"] = "none"
     #: The files lie behind a web server that waits so long before each answer; None: on this machine's disk.
     delay_ms: float | None = None
 
@@ -77,7 +76,6 @@ class Workload:
                 "weight": weight,
                 "shuffle": self.shuffle,
                 "epochs": 1 if self.reads_once else float("inf"),
-                "shuffle": self.shuffle,
             }
             for source, weight in enumerate(weights)
         ]
