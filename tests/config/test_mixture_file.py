@@ -403,7 +403,7 @@ for prefix, section in (("", RunConfig), ("mixture.", NodeConfig), ("mixture.chi
 
 OTHER_ORDER: dict[str, Change] = {
     "seed": put("seed", 8),
-    "count": packed("best_fit", count="positions"),
+    "count": put("count", "positions"),
     "sequence_length": put("sequence_length", 9),
     "labels": put("labels", "shifted"),
     "packing, by best fit": packed("best_fit"),

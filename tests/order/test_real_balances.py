@@ -91,13 +91,6 @@ def test_a_record_says_what_a_run_counts_and_a_file_that_says_otherwise_is_refus
         builder.load(parsed(other), folder, None, record)
 
 
-@pytest.mark.parametrize("count", ["real", "positions"])
-def test_where_documents_are_joined_a_file_may_say_either_count(folder: Path, count: str) -> None:
-    record = order_of(folder, document("concat", count=count)).record.to_json()
-    for other in ("real", "positions"):
-        assert builder.load(parsed(document("concat", count=other)), folder, None, record).record.to_json() == record
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_worked_out_ahead_is_what_a_state_goes_on_with(tmp_path: Path, seed: int) -> None:
     """The choices of a run, and those of a pipeline that is made anew at each of its states, over a random tree."""

@@ -113,9 +113,9 @@ def test_files_that_come_later_were_not_seen(folder: Path) -> None:
 
 
 def test_what_is_left_is_what_is_measured(folder: Path) -> None:
-    whole = measure(order_of(folder, document(None)), 0).tokens
-    left = measure(order_of(folder, document(listed(folder, SEEN))), 0).tokens
-    endless = measure(order_of(folder, document(listed(folder, SEEN), epochs="inf")), 0).tokens
+    whole = measure(order_of(folder, document(None)), 0).epoch_tokens
+    left = measure(order_of(folder, document(listed(folder, SEEN))), 0).epoch_tokens
+    endless = measure(order_of(folder, document(listed(folder, SEEN), epochs="inf")), 0).epoch_tokens
 
     assert left == pytest.approx(whole * (1 - SEEN.sum() / (2 * len(NUMBERS))), abs=2)
     assert endless == whole

@@ -53,7 +53,7 @@ def order_fields(run: RunConfig) -> dict[str, Any]:
     if run.batching is not None:
         del fields["sequence_length"]
     fields.pop("count", None)
-    if run.batching is None and (run.count == "real" or run.packing == "concat"):
+    if run.batching is None and run.count == "real":
         fields["count"] = "real"
     # The root has no siblings, so its weight decides nothing.
     fields["mixture"] = mixture_order_fields(run.mixture, run)
