@@ -75,6 +75,10 @@ def _variants(folder: Path) -> str:
     return table(newest("variants", folder), THROUGHPUT_COLUMNS)
 
 
+def _realistic(folder: Path) -> str:
+    return table(newest("realistic", folder), THROUGHPUT_COLUMNS)
+
+
 def _paced(folder: Path) -> str:
     columns = {heading: name for heading, name in THROUGHPUT_COLUMNS.items() if "wait" in name or name == "M tokens/s"}
     return table(newest("paced", folder), columns)
@@ -220,6 +224,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "machine": _machine,
     "throughput": _throughput,
     "variants": _variants,
+    "realistic": _realistic,
     "paced": _paced,
     "client": _client,
     "ranks": _ranks,
