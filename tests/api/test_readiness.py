@@ -87,10 +87,10 @@ def test_a_server_is_ready_while_one_of_its_runs_can_be_served(runs: Runs) -> No
     trainer = Trainer(runs.get("two"))
     trainer.train(1)
     runs.get("one").leadership.end(5.0)
-    one.on_lease_lost(NotLeader("another server has it"))
+    one.leadership.lose(NotLeader("another server has it"))
     assert one.not_ready() == "stands by: another server has it"
     assert runs.not_ready() is None
-    two.on_ledger_away(8, LedgerUnavailable("away on purpose"))
+    two.committer._note_absence(8, LedgerUnavailable("away on purpose"))
     assert "run one: stands by: " in (runs.not_ready() or "")
     assert "run two: the ledger is away: away on purpose" in (runs.not_ready() or "")
     trainer.train(1)

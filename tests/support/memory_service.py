@@ -384,7 +384,7 @@ class MemoryService(Runs):
             return SimpleNamespace(**{name: partial(method, run) for name, method in methods.items()})
 
         return SimpleNamespace(
-            coordinator=SimpleNamespace(name=run, pin=None),
+            coordinator=SimpleNamespace(name=run, pins=SimpleNamespace(pin=None)),
             recorder=SimpleNamespace(note=lambda *_, **__: None),
             measures=self.measures.setdefault(run, run_measures()),
             stats=owner(read=self.stats),
