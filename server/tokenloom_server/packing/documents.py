@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenloom_server.core.epochs import whole_and_part
 from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, tokens_in_row
-from tokenloom_server.errors import SourceError, TokenizerError, TokenloomError
+from tokenloom_server.errors import SourceError, TokenizerError
 from tokenloom_server.packing.chunks import Chunks
 from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.reading import FileOrder, Reading, RowRange, Windows, begin_of, nth_row
@@ -240,13 +240,13 @@ class Documents:
         for rows in self._rows(part.number, part.row, part.end):
             fault = None
             try:
-                tokenized = self._tokenized(part.epoch, part.number, rows, bounded=self._late is None)
+                tokenized = self._tokenized(part.epoch, part.number, rows)
             except TokenizerError as error:
                 if not error.at:
                     raise
                 # What lies before the row goes out, so that the run stops at one sample from wherever it is read.
                 before = rows.cut(0, error.at)
-                tokenized, fault = self._tokenized(part.epoch, part.number, before, bounded=self._late is None), error
+                tokenized, fault = self._tokenized(part.epoch, part.number, before), error
             del rows
             tokenized = self._leave_out_excluded(tokenized, part.mark_excluded, part.row if part.begun else None)
             chunks = deque([tokenized] if self._late is None else tokenized.chunks(self._chunk_tokens))
@@ -258,29 +258,8 @@ class Documents:
 
     def _rows(self, shard: int, row: int, end: int | None) -> Iterator[Rows]:
         """Rows of a file from one on to before ``end``; texts as many together as ``joined_bytes`` says."""
-        held: list[Rows] = []
-        size, most = 0, self._first_joined_bytes
-        try:
-            for rows in self._source.read(shard, row) if end is None or row < end else ():
-                rows = rows if end is None else rows.cut(0, min(end - rows.first_row, len(rows.column)))
-                held.append(rows)
-                size += rows.column.nbytes
-                is_full = size >= most or not columns.is_text(rows.column)
-                row = rows.first_row + len(rows.column)
-                # What is given is not held: it may be a whole row group, and sources many.
-                del rows
-                if is_full:
-                    yield _joined(held)
-                    size, most = 0, min(max(2 * size, most), self._joined_bytes)
-                if row == end:
-                    break  # what comes after may be at fault, and is another's
-        except TokenloomError:
-            # A source fails after the rows before the fault.
-            if held:
-                yield _joined(held)
-            raise
-        if held:
-            yield _joined(held)
+        read = self._source.read(shard, row) if end is None or row < end else iter(())
+        return columns.joined_texts(read, end, self._first_joined_bytes, self._joined_bytes)
 
     def _window(self, windows: Windows, part: _Part, reader: RangeReader) -> Iterator[TokenizedRows]:
         epoch, window, row, end, begun, mark_excluded = part
@@ -319,15 +298,16 @@ class Documents:
         while portion:
             shard, rows = portion.popleft()
             begun_row = None if begun is None else rows.first_row + begun - before
-            tokens = self._tokenized(epoch, shard, rows, bounded=self._late is None)
+            tokens = self._tokenized(epoch, shard, rows)
             tokenized.append(self._leave_out_excluded(tokens, mark_excluded, begun_row))
             before += len(rows.column)
         return tokenized
 
-    def _tokenized(self, epoch: int, shard: int, rows: Rows, *, bounded: bool = True) -> TokenizedRows:
+    def _tokenized(self, epoch: int, shard: int, rows: Rows) -> TokenizedRows:
+        """The tokens of rows; ids as they lie in files where they are bounded later."""
         where = f"{self.name}: {self.path(shard)}"
         try:
-            encode = self._encoder.encode if bounded or self._late is None else self._late.unbounded
+            encode = self._encoder.encode if self._late is None else self._late.unbounded
             documents = encode(rows.column, rows.first_row, shard)
         except TokenizerError as error:
             raise TokenizerError(f"{where}: {error}", error.at) from None
@@ -403,10 +383,3 @@ class Documents:
             return 0
         # Only a fraction needs the number of rows, and so every shard's index.
         return math.ceil(self._fraction * self._reading.rows)
-
-
-def _joined(held: list[Rows]) -> Rows:
-    """Consecutive rows as one. Empties the list."""
-    rows = columns.joined(held)
-    held.clear()
-    return rows

@@ -1,4 +1,4 @@
-"""The head of a run: what the ledger has of it, as far as it has told this server."""
+"""The head of a run: what the ledger has of it, as far as this server knows."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tokenloom_server.config.row_rules import RowRules
-from tokenloom_server.errors import SourceError
+from tokenloom_server.errors import SourceError, TokenloomError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow, Content, Rows
 
@@ -313,6 +313,41 @@ def joined(parts: Sequence[Rows]) -> Rows:
             out[begin : begin + len(part.column)] = part.filtered
         begin += len(part.column)
     return Rows(parts[0].first_row, pa.concat_arrays(arrow_arrays), tuple(bad), out if out.any() else None)
+
+
+def joined_texts(read: Iterator[Rows], end: int | None, first_bytes: int, most_bytes: int) -> Iterator[Rows]:
+    """Rows that follow each other, up to row ``end``: texts of ``first_bytes`` at first as one, then of twice as much
+    each time, up to ``most_bytes``; others as they are."""
+    held: list[Rows] = []
+    size, most = 0, first_bytes
+    try:
+        for rows in read:
+            rows = rows if end is None else rows.cut(0, min(end - rows.first_row, len(rows.column)))
+            held.append(rows)
+            size += rows.column.nbytes
+            is_full = size >= most or not is_text(rows.column)
+            is_last = rows.first_row + len(rows.column) == end
+            # What is given is not held: it may be a whole row group, and sources many.
+            del rows
+            if is_full:
+                yield _emptied(held)
+                size, most = 0, min(max(2 * size, most), most_bytes)
+            if is_last:
+                break  # what comes after may be at fault, and is another's
+    except TokenloomError:
+        # A source fails after the rows before the fault.
+        if held:
+            yield _emptied(held)
+        raise
+    if held:
+        yield _emptied(held)
+
+
+def _emptied(held: list[Rows]) -> Rows:
+    """What a list has, as one; the list is empty then."""
+    rows = joined(held)
+    held.clear()
+    return rows
 
 
 def let_go(found: Iterator[Rows]) -> Iterator[Rows]:

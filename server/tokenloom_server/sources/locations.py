@@ -56,8 +56,8 @@ def matching_files(pattern: str, base_dir: Path) -> tuple[str, ...]:
             if Path(folder).name != "lost+found":  # root's alone, on every disk
                 folders.add(folder)
     # A listing says what is a file, so that only links and folders are asked.
-    found = {folder + name for folder in folders for name in _plain_files(base_dir / folder)}
-    return tuple(match for match in matches if match in found or is_named(base_dir / match))
+    listed = {folder + name for folder in folders for name in _plain_files(base_dir / folder)}
+    return tuple(match for match in matches if match in listed or is_named(base_dir / match))
 
 
 def _plain_files(folder: Path) -> list[str]:
