@@ -89,12 +89,13 @@ class Loaded:
         except ValueError as error:
             raise SnapshotInvalid(str(error)) from None
         index, tokens, digest = (document.get(key) for key in ("sample_index", "total_tokens", "digest"))
-        if type(index) is not int or type(tokens) is not int or not isinstance(digest, str):
+        real = document.get("real_tokens", None if index else 0)  # before the first sample nothing was counted
+        if type(index) is not int or type(tokens) is not int or type(real) is not int or not isinstance(digest, str):
             raise SnapshotInvalid(
-                "a snapshot has the integers sample_index and total_tokens and the string digest; "
-                f"this one has sample_index={index!r}, total_tokens={tokens!r}, digest={digest!r}"
+                "a snapshot has the integers sample_index, total_tokens and real_tokens and the string digest; "
+                f"this one has sample_index={index!r}, total_tokens={tokens!r}, real_tokens={real!r}, digest={digest!r}"
             )
-        return cls(text, index, tokens, digest, document.get("real_tokens", 0))
+        return cls(text, index, tokens, digest, real)
 
     def leads_to(self, start: Point) -> bool:
         """Whether a server that starts there begins at this state."""

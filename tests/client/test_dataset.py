@@ -182,7 +182,7 @@ def test_a_state_is_loaded_before_the_first_iter_or_not_at_all() -> None:
         ([], "got a list"),
         ({"tokenloom": "{"}, "does not parse"),
         ({"tokenloom": expected_state(7, 4)["tokenloom"].replace("56", "57")}, "checksum"),
-        ({"tokenloom": seal({"sample_index": "7"})}, "sample_index='7', total_tokens=None, digest=None"),
+        ({"tokenloom": seal({"sample_index": "7"})}, "sample_index='7', total_tokens=None, real_tokens=None, digest"),
     ],
 )
 def test_a_damaged_or_foreign_state_is_refused_with_what_was_found(state: Any, message: str) -> None:

@@ -21,8 +21,9 @@ from support.corpora import (
 )
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order import builder
+from tokenloom_server.order import builder, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.timeline import Timeline
 
 SHORT, LONG, MIXED = (f"txt:{name}.txt:text" for name in ("short", "long", "mixed"))
 LENGTH = 64
@@ -89,6 +90,19 @@ def test_a_record_says_what_a_run_counts_and_a_file_that_says_otherwise_is_refus
     assert builder.load(parsed(same), folder, None, record).record.to_json() == record
     with pytest.raises(ConfigError, match=f'count: the run began with "{count}", the file has "{other["count"]}"'):
         builder.load(parsed(other), folder, None, record)
+
+
+@pytest.mark.parametrize("count", ["real", "positions"])
+def test_where_documents_are_joined_a_file_may_say_either_count(folder: Path, count: str) -> None:
+    order = order_of(folder, document("concat", count=count))
+    record, state = order.record.to_json(), Timeline(order).encode(advanced(order, order.initial(), 5), 1)
+    text = snapshot_encode.compose(order.record.template("a", "train", 1), state, state)
+    for other in ("real", "positions"):
+        assert builder.load(parsed(document("concat", count=other)), folder, None, record).record.to_json() == record
+        # And where the run's ledger is gone.
+        anew = order_of(folder, document("concat", count=other))
+        point = snapshot.parse(text, anew.record.template("b", "train", 1), Timeline(anew).shape_at, anew.config)
+        assert (point.sample_index, point.changed) == (5, ())
 
 
 @pytest.mark.parametrize("seed", range(6))

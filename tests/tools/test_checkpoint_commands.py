@@ -327,6 +327,9 @@ def estimate(total: int) -> Callable[[dict[str, Any]], None]:
         (set_dataset(0, "token_offset", 224), "resume_state.total_tokens: found 480, but the sources' tokens add up t"),
         (set_dataset(0, "row_offset", -1), "resume_state.datasets.0 (code): row_offset: found -1, expected an integer"),
         (lambda d: d.pop("run_uid"), "run_uid: missing"),
+        (lambda d: d.pop("counts"), "counts: missing"),
+        (lambda d: d.update(order_version=2), "order_version: found 2, expected 3"),
+        (lambda d: d["resume_state"].update(version=1), "resume_state.version: found 1, expected 2"),
         (
             lambda d: [dataset(d, 1).pop(name) for name in CURSOR],
             "resume_state.datasets.1 (docs): nothing says where it stands, though ",

@@ -27,7 +27,7 @@ _POSITIONS = {"count": "positions"}
 def differences(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, str]:
     """By field, how a mixture file differs from a run's record, both values named; empty for an empty record."""
     before = _POSITIONS | recorded.get("config", {})
-    file = _POSITIONS | json.loads(canonical(order_fields(config)))
+    file = _POSITIONS | json.loads(canonical(order_fields(config.counting(before["count"]))))
     both = changes(before, file, default_of=_default_of) if recorded else ()
     return {path: f"the run began with {shown(old)}, the file has {shown(new)}" for path, old, new in both}
 

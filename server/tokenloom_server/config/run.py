@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import PrivateAttr, model_validator
 
@@ -52,6 +52,10 @@ class RunConfig(RunFields):
     def pick_tokens(self) -> int:
         """Their tokens."""
         return self.sequence_length * self.pick_samples
+
+    def counting(self, count: Literal["real", "positions"]) -> Self:
+        """The same run, which counts so where it makes no difference: of joined documents."""
+        return self.model_copy(update={"count": count}) if self.packing == "concat" and not self.batching else self
 
     @property
     def balances_real(self) -> bool:

@@ -84,6 +84,7 @@ def load(
     """
     recorded = recorded_fields(record, config.run)
     refuse(config, differences(config, recorded))
+    config = config.counting(recorded["config"].get("count", "positions"))
     resources = RunResources(base_dir, index_dir, roots)
     resources.changed = changed_beside(config, recorded)
     check_named(config, resources)

@@ -14,6 +14,7 @@ from typing import Any
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.differences import changed_beside, differences, refuse
+from tokenloom_server.config.order_fields import digest_of
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import ChildState, Imported, Skip, SourceState, State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid
@@ -85,6 +86,8 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, con
         if theirs is not None and theirs != ours:
             if field == "config_digest":
                 refuse(config, differences(config, snapshot.config), SnapshotInvalid)
+                if theirs == digest_of(snapshot.config.get("config")):
+                    continue  # it counts otherwise, which makes no difference
             raise SnapshotInvalid(f"the snapshot's {field} is {theirs!r}, this run's is {ours!r}: {remedy}")
     if snapshot.resume_state is None:
         if snapshot.sample_index or int(snapshot.digest, 16) or snapshot.total_tokens:

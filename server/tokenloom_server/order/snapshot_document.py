@@ -361,6 +361,10 @@ def lane_of(entry: _Counters) -> Lane:
     return Lane(entry.cursor, entry.samples, entry.rows, entry.row_counts)
 
 
+#: Faults of what is sealed, and so was written as it is.
+_OF_ANOTHER_RELEASE = ("missing", "literal_error", "extra_forbidden")
+
+
 def explain(error: ValidationError) -> str:
     fault = error.errors()[0]
     # The tags of unions are pydantic's own; the document has no such level.
@@ -369,4 +373,5 @@ def explain(error: ValidationError) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "union_tag_invalid":
         message = f"it stands {fault['ctx']['tag']}, as no lane does"
-    return f"{field or 'the snapshot'}: {message}; found {str(fault['input'])[:80]!r}"
+    remedy = ": restore it with the Tokenloom release that wrote it" if fault["type"] in _OF_ANOTHER_RELEASE else ""
+    return f"{field or 'the snapshot'}: {message}; found {str(fault['input'])[:80]!r}{remedy}"

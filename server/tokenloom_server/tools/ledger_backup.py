@@ -99,7 +99,10 @@ def saved_runs(path: Path, run: str | None) -> Iterator[RunContents]:
         if head["format"] != FORMAT or json.loads(last)["sha256"] != digest.hexdigest():
             raise ValueError("its checksum is another one")
         if head["version"] != VERSION:
-            raise ValueError(f"it has version {head['version']}, this release has {VERSION}: use the one that wrote it")
+            raise LedgerError(
+                f"{path} is a backup of version {head['version']}, this release has {VERSION}: restore it with the "
+                "Tokenloom release that wrote it"
+            )
         with gzip.open(path) as file:
             saved = (_RUN.validate_json(line) for number, line in enumerate(file) if 0 < number < count)
             chosen = (contents for contents in saved if run in (None, contents.run.name))

@@ -7,12 +7,15 @@ from typing import Any
 
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION
 
-from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.core.state import MAX_COUNTER, ORDER_VERSION
 from tokenloom_server.tools.checkpoint.content import INDEX, NESTED, OLDER, SNAPSHOT, Child, Content, Node, Source
 from tokenloom_server.tools.checkpoint.probabilities import points, policy_of
 
 _NEEDED = ("run", "stream", "sample_index", "digest", "total_tokens")
-_NEEDED_WITH_STATE = ("run_uid", "generation", "seed", "order_version", "config_digest", "manifest_digest", "tokenizer")
+_NEEDED_WITH_STATE = (
+    *("run_uid", "generation", "seed", "order_version", "config_digest", "manifest_digest", "tokenizer"),
+    *("counts", "real_tokens"),
+)
 
 
 def faults(content: Content) -> list[str]:
@@ -49,6 +52,10 @@ def _of_document(content: Content) -> Iterator[str]:
     if document.get("version") != SNAPSHOT_VERSION:
         yield f"version: found {document.get('version')!r}, expected {SNAPSHOT_VERSION}"
     resume = document.get("resume_state")
+    if isinstance(resume, Mapping) and resume.get("version") != SNAPSHOT_VERSION:
+        yield f"resume_state.version: found {resume.get('version')!r}, expected {SNAPSHOT_VERSION}"
+    if document.get("order_version") not in (None, ORDER_VERSION):
+        yield f"order_version: found {document['order_version']!r}, expected {ORDER_VERSION}"
     needed = _NEEDED if resume is None else (*_NEEDED, *_NEEDED_WITH_STATE)
     missing = [field for field in needed if document.get(field) is None]
     if missing:
