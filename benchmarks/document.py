@@ -79,6 +79,12 @@ def _realistic(folder: Path) -> str:
     return table(newest("realistic", folder), THROUGHPUT_COLUMNS)
 
 
+def _large_run(folder: Path) -> str:
+    """A line for the README."""
+    near, far = (number(row.median["M tokens/CPU-s"]) for row in newest("realistic", folder).rows)
+    return f"A [large run](docs/performance.md#what-a-large-run-costs): **{near}**; over http, 20 ms away, {far}."
+
+
 def _paced(folder: Path) -> str:
     columns = {heading: name for heading, name in THROUGHPUT_COLUMNS.items() if "wait" in name or name == "M tokens/s"}
     return table(newest("paced", folder), columns)
@@ -225,6 +231,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "throughput": _throughput,
     "variants": _variants,
     "realistic": _realistic,
+    "large-run": _large_run,
     "paced": _paced,
     "client": _client,
     "ranks": _ranks,
