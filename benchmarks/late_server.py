@@ -66,7 +66,7 @@ def answer(folder: str, delay_s: float) -> None:
 
 @contextmanager
 def late_server(folder: Path, delay_s: float, log: BinaryIO) -> Iterator[str]:
-    """The address of a folder behind a delay. ``log`` gets the bytes of each answer, a line each."""
+    """The address of a folder whose files come late. ``log`` gets the bytes of each answer, a line each."""
     command = [sys.executable, "-m", "benchmarks.late_server", str(folder), "--delay-ms", str(delay_s * 1e3)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT) as process:
         assert process.stdout is not None

@@ -46,7 +46,7 @@ class Workload:
     ledger: Literal["sqlite", "redis"] = "sqlite"
     ranks: int = RANKS
     packing: Literal["concat", "best_fit"] = "concat"
-    #: The files lie behind a web server that waits so long before each answer; None: on this machine's disk.
+    #: A web server has the files, and waits so long before each answer; None: they are on this machine's disk.
     delay_ms: float | None = None
 
     @property

@@ -249,10 +249,9 @@ class Documents:
                 tokenized, fault = self._tokenized(part.epoch, part.number, before), error
             del rows
             tokenized = self._leave_out_excluded(tokenized, part.mark_excluded, part.row if part.begun else None)
-            chunks = deque([tokenized] if self._late is None else tokenized.chunks(self._chunk_tokens))
+            chunks = columns.let_go([tokenized] if self._late is None else tokenized.chunks(self._chunk_tokens))
             del tokenized
-            while chunks:
-                yield self._bounded(chunks.popleft())
+            yield from map(self._bounded, chunks)
             if fault is not None:
                 raise fault
 

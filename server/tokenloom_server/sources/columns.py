@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from tokenloom_server.config.row_rules import RowRules
 from tokenloom_server.errors import SourceError, TokenloomError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow, Content, Rows
+
+_T = TypeVar("_T")
 
 #: Bytes of text in one ``Rows``, and ids, unless a single row is larger.
 PIECE_BYTES = 1 << 20
@@ -350,9 +352,10 @@ def _emptied(held: list[Rows]) -> Rows:
     return rows
 
 
-def let_go(found: Iterator[Rows]) -> Iterator[Rows]:
-    """The same rows, none of which is held here once it is given, nor is what all of them are views of."""
-    waiting = deque(found)
+def let_go(views: Iterable[_T]) -> Iterator[_T]:
+    """The same views, none of which is held here once it is given, nor is what all of them are views of."""
+    waiting = deque(views)
+    del views
     while waiting:
         yield waiting.popleft()
 

@@ -49,7 +49,7 @@ def matching_files(pattern: str, base_dir: Path) -> tuple[str, ...]:
     """The files that a pattern matches, sorted."""
     # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
     matches = sorted(set(glob.glob(pattern, root_dir=base_dir, recursive=True)))  # noqa: PTH207
-    folders = {match[: match.rfind("/") + 1] for match in matches if glob.has_magic(pattern)}
+    folders = {match[: match.rfind("/") + 1] for match in matches} if glob.has_magic(pattern) else set()
     # It passes over folders that may not be entered, and their data would be absent without a word.
     for above in filter(glob.has_magic, map(str, Path(pattern).parents)):
         for folder in glob.iglob(f"{above}/", root_dir=base_dir, recursive=True):  # noqa: PTH207

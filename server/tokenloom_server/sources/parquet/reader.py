@@ -41,7 +41,7 @@ BATCH_ROWS = 1 << 13
 #: Bytes of the footers that are kept, and the footer that goes beyond.
 HELD_FOOTERS_BYTES = 1 << 22
 
-#: Bytes in which a footer lies as a rule.
+#: Bytes at the end of a file that usually have all of its footer.
 TAIL_BYTES = 1 << 16
 
 #: Bytes of a column chunk that are read from the file at once.
