@@ -19,6 +19,7 @@ from tokenloom_server.errors import LedgerUnavailable, RunBusy, SourceError
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.pipeline import Pipeline
+from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.run.timeouts import Timeouts
@@ -187,21 +188,30 @@ def test_dates_are_the_wall_clocks_where_that_was_set_or_the_machine_slept_since
 
 @pytest.mark.parametrize("error", [OSError("no more descriptors"), KeyboardInterrupt("of a library")])
 def test_a_fault_that_nobody_expects_ends_the_launch_and_no_sample_is_lost(
-    served: ServedRun, trainer: Trainer, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    served: ServedRun, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = sequence(served)
-    trainer.train(2)
-    fill, faults = Pipeline.fill, iter([SourceError("a row is bad"), error])
+    # The second burst is the first of more than one micro-step; after its fault, one good step at a time.
+    fill, faults, bursts = Pipeline.fill, iter([None, SourceError("a row is bad"), None, None, error]), []
+    over = threading.Event()
 
-    def fails(pipeline: Pipeline, *arguments: Any) -> None:
-        fill(pipeline, *arguments)  # which has moved it on
-        if threading.current_thread().name.endswith("producer") and (fault := next(faults, None)) is not None:
-            raise fault
+    def fails(pipeline: Pipeline, group: StepGroup, steps: int) -> None:
+        fill(pipeline, group, steps)  # which has moved it on
+        if threading.current_thread().name.endswith("producer") and not over.is_set():
+            bursts.append(steps)
+            if (fault := next(faults)) is not None:
+                if fault is error:
+                    over.set()
+                raise fault
 
     monkeypatch.setattr(Pipeline, "fill", fails)
+    trainer = Trainer(served)
+    # Before anything is sent: what is produced then does not depend on how fast ranks consume.
+    assert over.wait(PATIENCE_S)
+    assert bursts == [1, 2, 1, 1, 1]
     with pytest.raises(SourceError, match=f"producing samples failed: {type(error).__name__}: "):
         trainer.take(1000)
-    assert trainer.taken() == part(samples, 0, trainer.index)
+    assert trainer.taken() == part(samples, 0, 12)  # three good steps of two ranks of two samples
     again = Trainer(served, state=trainer.state(), takeover=True)
     begin = trainer.index
     again.train(1000)
