@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -192,7 +191,8 @@ def test_a_fault_that_nobody_expects_ends_the_launch_and_no_sample_is_lost(
 ) -> None:
     samples = sequence(served)
     # The second burst is the first of more than one micro-step; after its fault, one good step at a time.
-    fill, faults, bursts = Pipeline.fill, iter([None, SourceError("a row is bad"), None, None, error]), []
+    fill, faults = Pipeline.fill, iter([None, SourceError("a row is bad"), None, None, error])
+    bursts: list[int] = []
     over = threading.Event()
 
     def fails(pipeline: Pipeline, group: StepGroup, steps: int) -> None:
