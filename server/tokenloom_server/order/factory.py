@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from functools import partial
 
 from tokenloom_proto.threads import pool
@@ -33,10 +34,9 @@ from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.wrapped import SourceWithLossMask, TimedSource
 from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.tokenizer.chat import ChatEncoder
-from tokenloom_server.tokenizer.crash_child import ChildEncoder
-from tokenloom_server.tokenizer.crash_guard import CrashGuardEncoder
-from tokenloom_server.tokenizer.crash_records import AllSuspected
+from tokenloom_server.tokenizer.crash_guard import CrashGuard
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder, ReadyEncoder
+from tokenloom_server.tokenizer.encoded_apart import EngineDescription
 from tokenloom_server.tokenizer.engine import TokenizersEngine
 from tokenloom_server.tokenizer.masked import MaskedEncoder
 from tokenloom_server.tokenizer.transformed import TransformEncoder
@@ -319,7 +319,7 @@ class PipelineFactory:
     def _encoder(self, source_id: int, reader: Source, apart: bool) -> Encoder:
         record, config = self.record, self.config
         source, engine = config.sources[source_id], self.resources.engine(record)
-        around = partial(
+        encoder = partial(
             DocumentEncoder,
             vocab_size=record.vocab_size,
             bos_id=record.begin_of_text_id if config.adds_bos(source) else None,
@@ -328,31 +328,27 @@ class PipelineFactory:
             skip_bad=config.skips_bad_rows(source),
         )
         if source.is_chat:
-            masked = MaskedEncoder(around(None), source.spec.column, adds_bos=config.adds_bos(source))
+            masked = MaskedEncoder(encoder(None), source.spec.column, adds_bos=config.adds_bos(source))
             return ChatEncoder(self.resources.chats(record), masked, skip_bad=config.skips_bad_rows(source))
-        crash_records = AllSuspected() if apart else self.resources.crash_records(record)
-        if (
-            engine is None
-            or record.serving_engine is None
-            or crash_records is None
-            or reader.content is not Content.TEXT
-        ):
-            return around(engine)
+        crash_records = None if apart else self.resources.crash_records(record)
+        is_guarded = apart or crash_records is not None
+        if engine is None or record.serving_engine is None or reader.content is not Content.TEXT or not is_guarded:
+            return encoder(engine)
         assert config.tokenizer is not None
-        child = ChildEncoder(
-            tokenizer=config.tokenizer,
-            base_dir=self.resources.base_dir,
-            record=record.serving_engine,
-            special_tokens_in_text=config.special_tokens_in_text,
-            chat=config.has_chats,
+        description = EngineDescription(
+            config.tokenizer,
+            str(self.resources.base_dir),
+            config.has_chats,
+            config.special_tokens_in_text,
+            astuple(record.serving_engine),
         )
-        return CrashGuardEncoder(
-            around,
+        guard = CrashGuard(
             engine,
-            child,
+            description,
             crash_records,
             source_id=source_id,
             spec=source.source,
             shard_paths=record.shard_paths[source_id],
             skip_bad=config.skips_bad_rows(source),
         )
+        return encoder(engine, guard=guard)

@@ -29,10 +29,11 @@ LOGGED_LINES, LOGGED_LINE_BYTES, LOGGED_EVERY_S = 100, 500, 60.0
 
 
 class TransformFailed(Exception):
-    """A function failed at rows [``begin``, ``end``) of those that it got."""
+    """A function failed at rows [``begin``, ``end``) of those that it got; ``signal``: what ended its process, or 0."""
 
-    def __init__(self, reason: str, begin: int, end: int) -> None:
+    def __init__(self, reason: str, begin: int, end: int, signal: int = 0) -> None:
         super().__init__(reason)
+        self.signal = signal
         self.begin = begin
         self.end = end
 
@@ -42,7 +43,7 @@ class Transform:
 
     def __init__(self, name: str, *, seconds: float = 300.0, memory_mb: int = 4096, one_each: bool = False) -> None:
         """Starts a first worker. ``seconds``: for each batch; ``memory_mb``: of each worker, in 10^6 bytes,
-        private and writable. ``one_each``: it has to give one text for each, whatever else is in the batch.
+        private and writable; 0: any. ``one_each``: it has to give one text for each, whatever else is in the batch.
 
         Raises ``ConfigError`` where the function cannot be imported.
         """
@@ -81,7 +82,8 @@ class Transform:
         self._at_work.discard(worker)
         if "error" in said:
             worker.end()
-            raise TransformFailed(said["error"], said.get("begin", 0), said.get("end", len(column)))
+            begin, end = said.get("begin", 0), said.get("end", len(column))
+            raise TransformFailed(said["error"], begin, end, said.get("signal", 0))
         self._idle.put(worker)
         return texts.column(0)
 
@@ -146,7 +148,7 @@ class _Worker:
             limit_s = transform_worker.START_S if batch is None else self._seconds
             late = status == transform_worker.LATE and time.monotonic() - began >= limit_s
             fault = "it took too long" if late else f"its process ended with {status}"
-            return None, {"error": fault}
+            return None, {"error": fault, "signal": max(0, -status)}
         return texts, json.loads(metadata[transform_worker.SAID])
 
     def kill(self) -> None:

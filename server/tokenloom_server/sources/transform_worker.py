@@ -46,7 +46,10 @@ def batch_of(texts: Any) -> Any:
 def _serve(name: str, seconds: float, memory_mb: int, one_each: bool) -> None:
     # An interrupt at a terminal is for the command; this process ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_DATA, (1_000_000 * memory_mb,) * 2)
+    if memory_mb:
+        resource.setrlimit(resource.RLIMIT_DATA, (1_000_000 * memory_mb,) * 2)
+    # It may be about to crash: no image of it is wanted.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The streams are for this process alone: what the function and its own processes read is empty, what they print
     # goes beside the answers. A stream that such a process held would not end with this one.
     streams = requests, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

@@ -2,126 +2,128 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+import signal
+from collections.abc import Sequence
+from contextlib import closing
 
-import numpy as np
 import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
+from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow
-from tokenloom_server.tokenizer.crash_child import ChildEncoder
-from tokenloom_server.tokenizer.crash_records import AllSuspected, CrashRecords
-from tokenloom_server.tokenizer.documents import DocumentEncoder, Documents
-from tokenloom_server.tokenizer.engine import Encoded, Engine, Ids
+from tokenloom_server.sources.transform import Transform, TransformFailed
+from tokenloom_server.tokenizer.crash_records import CrashRecords
+from tokenloom_server.tokenizer.encoded_apart import EngineDescription
+from tokenloom_server.tokenizer.engine import Encoded, Engine, ragged
 
 _log = logging.getLogger(__name__)
 
 #: Documents of one block at which the tokeniser may crash: each costs seconds, and so many are no accident.
 MAX_CULPRITS = 20
+#: For one text. What takes longer is no crash, and ends the run.
+SECONDS = 120.0
+#: What native code dies of by its own fault. A process that is killed, for want of memory or by us, says nothing of
+#: the document at which it was.
+CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS})
 
 
-class CrashGuardEncoder:
-    """Implements ``Encoder`` for one source: notes rows before they are encoded, and encodes those at which the process
-    died before in a process of their own."""
+class CrashGuard:
+    """Encodes texts of one source: notes rows before they are encoded, and encodes those at which the process died
+    before in a process of their own, one by one."""
 
     def __init__(
         self,
-        encoder: Callable[[Engine | None], DocumentEncoder],
         engine: Engine,
-        child: ChildEncoder,
-        crash_records: CrashRecords | AllSuspected,
+        description: EngineDescription,
+        crash_records: CrashRecords | None,
         *,
         source_id: int,
         spec: str,
         shard_paths: Sequence[str],
         skip_bad: bool,
     ) -> None:
-        """``encoder`` makes the source's encoder around an engine. ``skip_bad``: a document at which both engines crash
-        is a bad row, not an error."""
-        self._around = encoder
-        self._encoder = encoder(engine)
-        self._child = child
+        """``crash_records``: None where a process has died at these very rows, in whichever process that was.
+        ``skip_bad``: a document at which both engines crash is a bad row, not an error."""
+        self._engine = engine
+        self._description = description
         self._crash_records = crash_records
         self._source_id = source_id
         self._spec = spec
         self._paths = shard_paths
         self._skip_bad = skip_bad
 
-    def encode(self, column: pa.Array, first_row: int, shard: int) -> Documents:
-        """As ``DocumentEncoder.encode``, of a column that begins at a shard's row."""
-        rows = (self._source_id, shard, first_row, first_row + len(column))
-        if self._crash_records.suspected(*rows):
-            return self._encode_in_child(column, first_row, shard)
-        with self._crash_records.noting(*rows):
-            return self._encoder.encode(column, first_row)
-
-    def _encode_in_child(self, column: pa.Array, first_row: int, shard: int) -> Documents:
-        where, end = f"{self._spec}: {self._paths[shard]}", first_row + len(column)
-        _log.warning("%s: rows %d to %d: a process died here before; they are encoded apart", where, first_row, end - 1)
-        engine = _ChildEngine(self._child, where, first_row, skip_bad=self._skip_bad)
-        try:
-            documents = self._around(engine).encode(column, first_row)
-        except TokenizerError:
-            if engine.culprits:
-                end = engine.culprits[-1] + 1
-                self._crash_records.settle(self._source_id, shard, first_row, end, engine.culprits)
-            raise
-        self._crash_records.settle(self._source_id, shard, first_row, end, engine.culprits)
-        if not engine.culprits:
-            _log.info("%s: rows %d to %d: nothing died of any of them; no longer suspected", where, first_row, end - 1)
-        # Both ascend, and none is in both: what has no ids has none outside the vocabulary.
-        return documents._replace(bad=tuple(sorted((*documents.bad, *engine.bad))))
+    def encode(self, texts: pa.LargeStringArray, first_row: int, shard: int) -> tuple[Encoded, list[BadRow]]:
+        """Ids of texts that begin at a shard's row, and those of them at which both engines crash."""
+        rows = (self._source_id, shard, first_row, first_row + len(texts))
+        records = self._crash_records
+        if records is not None and not records.suspected(*rows):
+            with records.noting(*rows):
+                return self._engine.encode(texts), []
+        where, last = f"{self._spec}: {self._paths[shard]}", rows[3] - 1
+        _log.warning("%s: rows %d to %d: a process died here before; they are encoded apart", where, first_row, last)
+        apart = _Apart(self._description, first_row, where, skip_bad=self._skip_bad)
+        with closing(apart.process):
+            try:
+                for text in texts.to_pylist():
+                    apart.encode(text)
+            finally:
+                if records is not None:
+                    records.settle(self._source_id, shard, first_row, apart.next_row, apart.culprits)
+        if not apart.culprits:
+            _log.info("%s: rows %d to %d: nothing died of any of them; no longer suspected", where, first_row, last)
+        return ragged(apart.ids), apart.bad
 
 
-class _ChildEngine:
-    """Implements ``Engine``: each text in a process that may die of it; what the run's engine dies of, by the other."""
+class _Apart:
+    """Consecutive rows that are encoded by a process that may die of each: their ids, those at which both engines
+    crash, and all at which the run's own does. ``next_row``: all before it are known."""
 
-    def __init__(self, child: ChildEncoder, where: str, first_row: int, *, skip_bad: bool) -> None:
-        self.name = child.record.engine
-        self.version = child.record.version
-        self.culprits: list[int] = []
+    def __init__(self, engine: EngineDescription, first_row: int, where: str, *, skip_bad: bool) -> None:
+        name = "tokenloom_server.tokenizer.encoded_apart:encoded"
+        self.process = Transform(name, seconds=SECONDS, memory_mb=0)
+        self.ids: list[list[int]] = []
         self.bad: list[BadRow] = []
-        self._skip_bad = skip_bad
-        self._child = child
+        self.culprits: list[int] = []
+        self.next_row = first_row
+        self._engine = engine
         self._where = where
-        self._first_row = first_row
+        self._skip_bad = skip_bad
 
-    def encode(self, texts: pa.LargeStringArray) -> Encoded:
-        ids: list[Ids] = []
-        while len(ids) < len(texts):
-            encoded, death = self._child.encode(texts[len(ids) :], "own")
-            ids += encoded
-            if death is not None:
-                ids.append(self._with_other_engine(texts, len(ids), death))
-        ends = np.cumsum(np.array([len(each) for each in ids], np.int64))
-        values: np.ndarray[Any, np.dtype[np.uint32]] = np.concatenate(ids) if ids else np.empty(0, np.uint32)
-        return Encoded(values, ends)
-
-    def _with_other_engine(self, texts: pa.LargeStringArray, number: int, death: str) -> Ids:
-        row = self._first_row + number
-        self.culprits.append(row)
-        if len(self.culprits) > MAX_CULPRITS:
-            raise TokenizerError(
-                f"rows {', '.join(map(str, self.culprits))}: {self.name} {self.version} crashes at each of them; "
-                "install another version of it, and begin a new run",
-                number,
-            )
-        encoded, other_death = self._child.encode(texts[number : number + 1], "other")
-        if other_death is not None:
-            reason = (
-                f"row {row}: a process that encodes this document with {self.name} {self.version} {death}, and one "
-                f"that does so with the other engine {other_death}"
-            )
-            if not self._skip_bad:
+    def encode(self, text: str) -> None:
+        """The next row. Raises ``TokenizerError`` where it has no ids and is no bad row, and for too many culprits."""
+        number, (engine, version) = len(self.ids), self._engine.record[1:]
+        ids, death = self._try(self._engine, text)
+        if death:
+            self.culprits.append(self.next_row)
+            if len(self.culprits) > MAX_CULPRITS:
                 raise TokenizerError(
-                    f"{reason}; take the row out of the file, and begin a new run, or set on_bad_row: skip", number
+                    f"rows {', '.join(map(str, self.culprits))}: {engine} {version} crashes at each of them; install "
+                    "another version of it, and begin a new run",
+                    number,
                 )
-            self.bad.append(BadRow(number, reason))
-            return np.empty(0, np.uint32)
-        _log.warning(
-            "%s: row %d: a process that encodes this document with %s %s %s; its ids come from the other engine",
-            self._where, row, self.name, self.version, death,
-        )  # fmt: skip
-        return encoded[0]
+            fault = f"row {self.next_row}: a process that encodes this document with {engine} {version} {death}"
+            ids, other_death = self._try(self._engine._replace(other=True), text)
+            if other_death:
+                fault = f"{fault}, and one that does so with the other engine {other_death}"
+                if not self._skip_bad:
+                    self.next_row += 1
+                    remedy = "take the row out of the file, and begin a new run, or set on_bad_row: skip"
+                    raise TokenizerError(f"{fault}; {remedy}", number)
+                self.bad.append(BadRow(number, fault))
+            else:
+                _log.warning("%s: %s; its ids come from the other engine", self._where, fault)
+        self.ids.append(ids)
+        self.next_row += 1
+
+    def _try(self, engine: EngineDescription, text: str) -> tuple[list[int], str]:
+        """The ids, or how the process died of the text. Raises ``TokenizerError`` where it failed otherwise."""
+        try:
+            (ids,) = self.process.made_of(arrays.strings([json.dumps([text, engine])])).to_pylist()
+        except TransformFailed as error:
+            if error.signal not in CRASHES:
+                fault = f"row {self.next_row}: a tokeniser in a process of its own failed: {error}"
+                raise TokenizerError(fault, len(self.ids)) from None
+            return [], f"was ended by {signal.Signals(error.signal).name}"
+        return json.loads(ids), ""

@@ -61,19 +61,6 @@ class SuspectRows:
         return [part for part in parts if part.begin < part.end]
 
 
-class AllSuspected:
-    """What ``CrashRecords`` say where a process has died at these very rows, in whichever process that was."""
-
-    def noting(self, source: int, shard: int, begin: int, end: int) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
-
-    def suspected(self, source: int, shard: int, begin: int, end: int) -> bool:
-        return True
-
-    def settle(self, source: int, shard: int, begin: int, end: int, culprits: list[int]) -> None:
-        """Nothing is kept."""
-
-
 class CrashRecords:
     """The suspect rows of one run, or of a stream with files of its own. Thread-safe."""
 
