@@ -11,8 +11,8 @@ from subprocess import PIPE
 
 import pytest
 from support.ray_cluster import STORE_BYTES, ray_cluster, ray_folder
-from tokenloom_server.cluster.connection import Needs, connect
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.workers.cluster.connection import Needs, connect
 
 #: Of a cluster of two nodes, with 2 CPUs and with 1 and two "tokens".
 TOO_MUCH: tuple[tuple[Needs, dict[str, int], str], ...] = (
@@ -77,7 +77,7 @@ def test_an_address_at_which_no_cluster_is_is_refused(monkeypatch: pytest.Monkey
 def test_without_ray_the_message_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"
-        "from tokenloom_server.cluster.connection import Needs, connect\n"
+        "from tokenloom_server.workers.cluster.connection import Needs, connect\n"
         "with connect('auto', Needs(), option='--readers'): pass"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -89,14 +89,14 @@ def test_a_cluster_of_ones_own_has_the_cpus_asked_for_takes_no_other_token_and_e
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begin = (
-        "from tokenloom_server.cluster.connection import Needs, connect\n"
+        "from tokenloom_server.workers.cluster.connection import Needs, connect\n"
         f"with connect('local', Needs(), option='--ray', cpus=3, object_store_bytes={STORE_BYTES}) as nodes:\n"
         "    import ray; print(ray.get_runtime_context().gcs_address, [node.cpus for node in nodes], flush=True)\n"
         "    input()\n"
         "print(ray.is_initialized())"
     )
     join = (
-        "import sys; from tokenloom_server.cluster.connection import Needs, connect\n"
+        "import sys; from tokenloom_server.workers.cluster.connection import Needs, connect\n"
         "with connect(sys.argv[1], Needs(), option='--ray') as nodes: print(len(nodes))"
     )
     with ray_folder():

@@ -20,7 +20,6 @@ from support.sources import write_table
 from support.timelines import revised, skipping
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenloom_server.catalog import open_catalog
-from tokenloom_server.cluster.description import describe, rebuild
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import TokenloomError
@@ -29,6 +28,7 @@ from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.packing import window
 from tokenloom_server.sources import columns, lines
+from tokenloom_server.workers.cluster.description import describe, rebuild
 
 CHAT = (
     "{% for one in messages %}{{ one.role }}{% generation %}{{ one.content + '' }}{% endgeneration %}{% endfor %}"

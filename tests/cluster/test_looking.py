@@ -20,7 +20,7 @@ from support.page import open_tab, opened
 from support.ray_cluster import ray_cluster
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World
-from tokenloom_server.cluster.connection import Needs, connect
+from tokenloom_server.workers.cluster.connection import Needs, connect
 
 BOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "run.json"
 RUN = "looked-at"
@@ -98,7 +98,7 @@ def kill_child() -> None:
     """Kills the process that speaks to Ray; others of this test's may end meanwhile."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if "tokenloom_server.cluster.readers.child" in process.cmdline():
+            if "tokenloom_server.workers.cluster.readers.child" in process.cmdline():
                 process.kill()
 
 

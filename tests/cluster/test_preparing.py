@@ -28,13 +28,13 @@ from support.ray_cluster import ray_cluster, ray_folder
 from support.s3_server import BUCKET, s3_storage
 from support.server_process import MAIN, CommandLine, server_forks
 from support.waiting import wait_for
-from tokenloom_server.cluster.connection import Needs, connect
-from tokenloom_server.cluster.preparing import OnRay
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SourceError, TokenloomError
 from tokenloom_server.order import builder
 from tokenloom_server.prepare.preparer import prepare
-from tokenloom_server.sources.transform import Transform
+from tokenloom_server.workers.cluster.connection import Needs, connect
+from tokenloom_server.workers.cluster.preparing import OnRay
+from tokenloom_server.workers.processes import Transform
 
 NEEDS = Needs(cpus=0.5, memory_mb=50)
 #: Says whose texts are held until a file is there.
@@ -55,7 +55,7 @@ def gate(batch):
 def cluster() -> Iterator[Any]:
     head, second = {"ray_client_server_port": free_port()}, {"resources": {"second": 1}}
     with pytest.MonkeyPatch.context() as patch, s3_storage(), ray_cluster(head, second) as cluster:
-        patch.setattr("tokenloom_server.cluster.preparing.LOOK_S", 0.1)
+        patch.setattr("tokenloom_server.workers.cluster.preparing.LOOK_S", 0.1)
         yield cluster
 
 
@@ -157,7 +157,7 @@ def test_the_first_shard_is_asked_for_on_another_node_where_one_has_stopped(
     write_jsonl(tmp_path / "x.jsonl", ["held x"])
     (tmp_path / "gate.py").write_text(GATE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tokenloom_server.cluster.preparing.LATE_S", 1.0)
+    monkeypatch.setattr("tokenloom_server.workers.cluster.preparing.LATE_S", 1.0)
     needs, stopped = Needs(cpus=0.1), set[psutil.Process]()
 
     def is_elsewhere() -> bool:
@@ -208,7 +208,7 @@ def test_a_node_that_does_not_answer_is_left_out_where_another_one_does(
         whole = made("whole")
         raylet.suspend()
         try:
-            monkeypatch.setattr("tokenloom_server.cluster.preparing.CHECK_S", 3.0)
+            monkeypatch.setattr("tokenloom_server.workers.cluster.preparing.CHECK_S", 3.0)
             assert set(nodes) == {2}
             nodes.clear()
             assert made("out") == whole

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from support.corpora import DOCS, order_of, write_corpus
-from tokenloom_server.cluster.description import describe
-from tokenloom_server.cluster.readers import counts, worker
-from tokenloom_server.cluster.readers.reading import read
-from tokenloom_server.cluster.readers.rows import Answer, Part, Request, Work
 from tokenloom_server.order.resources import RunResources
+from tokenloom_server.workers.cluster.description import describe
+from tokenloom_server.workers.cluster.readers import counts, worker
+from tokenloom_server.workers.cluster.readers.reading import read
+from tokenloom_server.workers.cluster.readers.rows import Answer, Part, Request, Work
 
 
 @pytest.fixture(scope="module")

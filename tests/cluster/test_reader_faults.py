@@ -22,10 +22,10 @@ from support.reader_faults import DOCUMENT, Faults, faulty_readers, samples, wri
 from support.waiting import wait_for
 from tokenloom import LocalDataset
 from tokenloom_server.cli.serve import Readers
-from tokenloom_server.cluster.connection import Needs
-from tokenloom_server.cluster.readers import link
-from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
 from tokenloom_server.errors import ConfigError
+from tokenloom_server.workers.cluster.connection import Needs
+from tokenloom_server.workers.cluster.readers import link
+from tokenloom_server.workers.cluster.readers.link import RayReaders, ReaderOptions
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_readers_that_cannot_be_are_refused(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.cluster.readers.link.STORE_BYTES", 200_000_000)
+    monkeypatch.setattr("tokenloom_server.workers.cluster.readers.link.STORE_BYTES", 200_000_000)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):

@@ -20,8 +20,8 @@ from support.ray_cluster import STORE_BYTES, ray_cluster
 from support.reader_faults import DOCUMENT, TEXT, Faults, faulty_readers, samples, write_texts
 from support.server_process import ServerProcess
 from support.trainer import World
-from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, TokenizerError
+from tokenloom_server.workers.cluster.readers.link import RayReaders, ReaderOptions
 
 pytestmark = pytest.mark.readers
 

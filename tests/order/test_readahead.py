@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from tokenloom_server.errors import SourceError
-from tokenloom_server.order.readahead import LazyPacker, Pools, ReadAhead
 from tokenloom_server.packing.base import Block, BlockOrigins
+from tokenloom_server.workers.threads import LazyPacker, Pools, ReadAhead
 
 
 class Slow:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tokenloom_server.cluster.readers.rows import Request
-from tokenloom_server.cluster.readers.source import RowsOfReaders
 from tokenloom_server.errors import NotFound
 from tokenloom_server.ledger import rules
 from tokenloom_server.ledger.records import StoredRun
@@ -26,6 +24,8 @@ from tokenloom_server.run.slot_claims import SlotClaims
 from tokenloom_server.run.slots import Slot
 from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.base import Rows
+from tokenloom_server.workers.cluster.readers.rows import Request
+from tokenloom_server.workers.cluster.readers.source import RowsOfReaders
 
 from tests.simulation.corpus import skips_of
 

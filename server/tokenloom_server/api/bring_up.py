@@ -37,7 +37,7 @@ from tokenloom_server.run.streams import Streams
 from tokenloom_server.run.timeouts import Timeouts
 
 if TYPE_CHECKING:
-    from tokenloom_server.cluster.readers.link import RayReaders
+    from tokenloom_server.workers.cluster.readers.link import RayReaders
 
 _log = logging.getLogger(__name__)
 

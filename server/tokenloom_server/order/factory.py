@@ -12,9 +12,7 @@ from tokenloom_proto.threads import pool
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import SourceState, State
-from tokenloom_server.order import readahead
 from tokenloom_server.order.pipeline import Pipeline, Switch, initial_state
-from tokenloom_server.order.readahead import LazyPacker, Pools, ReadAhead
 from tokenloom_server.order.readers import SourceReaders
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import Readers, RunResources
@@ -33,13 +31,15 @@ from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.wrapped import SourceWithLossMask, TimedSource
 from tokenloom_server.storage.urls import is_remote
-from tokenloom_server.tokenizer.chat import ChatEncoder
-from tokenloom_server.tokenizer.crash_guard import CrashGuard
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder, ReadyEncoder
-from tokenloom_server.tokenizer.encoded_apart import EngineDescription
 from tokenloom_server.tokenizer.engine import TokenizersEngine
 from tokenloom_server.tokenizer.masked import MaskedEncoder
-from tokenloom_server.tokenizer.transformed import TransformEncoder
+from tokenloom_server.workers import threads as readahead
+from tokenloom_server.workers.chats import ChatEncoder
+from tokenloom_server.workers.crash_guard import CrashGuard
+from tokenloom_server.workers.encoded_apart import EngineDescription
+from tokenloom_server.workers.threads import LazyPacker, Pools, ReadAhead
+from tokenloom_server.workers.transformed import TransformEncoder
 
 #: Texts of a source that are encoded together, about, and of all sources: what lies ready in tokens has half of it,
 #: twice for each source.

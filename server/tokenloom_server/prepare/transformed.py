@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from tokenloom_server.errors import TokenizerError
+from tokenloom_server.errors import SourceError, TokenizerError
 from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, TokenizedRows
 from tokenloom_server.packing.window import RangeReader
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import Source
-from tokenloom_server.sources.transform import Transform
 from tokenloom_server.tokenizer.documents import Encoder
+from tokenloom_server.workers.processes import Transform, TransformFailed, rows_named
 
 
 def read_transformed(
@@ -31,7 +31,14 @@ def read_transformed(
         positions = np.flatnonzero(passing)
         texts = arrays.filled(arrays.plain(rows.column).take(arrays.from_numbers(positions)).cast(pa.large_string()))
         if len(texts):
-            texts = transform.texts(texts, (rows.first_row + positions).tolist(), where)
+            try:
+                texts = transform.made_of(texts)
+            except TransformFailed as error:
+                failed = rows_named(*(rows.first_row + positions[[error.begin, error.end - 1]]).tolist())
+                raise SourceError(
+                    f"{where}: {failed}: transform {transform.name} failed: {error}; mend it, and prepare into another "
+                    "folder"
+                ) from None
         try:
             documents = encoder.encode(texts, rows.first_row, file)
         except TokenizerError as error:

@@ -1,4 +1,7 @@
-"""A run's chat template at work in processes that are bounded in time and memory, as users' functions are."""
+"""Conversations become documents: rendered by the tokeniser's chat template, with the assistant's loss mask.
+
+A template is at work in processes that are bounded in time and memory, as users' functions are.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources import arrays
-from tokenloom_server.sources.transform import Transform, TransformFailed
+from tokenloom_server.sources.base import BadRow
 from tokenloom_server.tokenizer.definition import TokenizerDefinition
+from tokenloom_server.tokenizer.documents import Documents, Encoder
 from tokenloom_server.tokenizer.engine import TokenizersEngine
+from tokenloom_server.workers.processes import Transform, TransformFailed
 
 #: For about a MiB of conversations, which takes a tenth of a second, and for a single one.
 SECONDS = 60.0
@@ -22,11 +28,37 @@ _REMEDY = (
     f"a conversation has {SECONDS:g} s, and {MEMORY_MB} MB of memory: mend the template, or take the row out of the "
     "file, and begin a new run (on_bad_row: skip does not skip it, since a faster machine may render it)"
 )
-#: What is said of a row that takes too much memory.
-_OVER = "null"
 
 
-class ChatProcesses:
+class ChatEncoder:
+    """Implements ``Encoder`` for a column of conversations as text: each the JSON of its messages, and of its tools."""
+
+    def __init__(self, chats: Chats, encoder: Encoder, *, skip_bad: bool) -> None:
+        """``encoder`` takes ids with each id's loss mask beside them, as ``MaskedEncoder`` does."""
+        self._chats = chats
+        self._encoder = encoder
+        self._skip_bad = skip_bad
+
+    def encode(self, column: Any, first_row: int, shard: int) -> Documents:
+        """Raises ``TokenizerError``, naming the row, for one that cannot be rendered, unless bad rows are skipped."""
+        column = arrays.filled(arrays.plain(column).cast(pa.large_string()))
+        texts, spans, bad = list[str](), list[list[tuple[int, int]]](), list[BadRow]()
+        for row, (text, said) in enumerate(self._chats.rendered(column, first_row)):
+            if isinstance(said, str):
+                bad.append(BadRow(row, f"row {first_row + row}: {said}"))
+                if not self._skip_bad:
+                    raise TokenizerError(bad[0].reason, row)
+            texts.append(text)
+            spans.append([] if isinstance(said, str) else said)
+        encoded, mask = self._chats.engine.encode_spans(texts, spans)
+        begins = np.append(np.int64(0), encoded.ends)
+        lists = [arrays.lists(begins, arrays.from_numbers(values)) for values in (encoded.values, mask)]
+        ids = pa.StructArray.from_arrays(lists, ["ids", "mask"])
+        documents = self._encoder.encode(ids, first_row, shard)
+        return documents._replace(bad=tuple(sorted((*documents.bad, *bad))))
+
+
+class Chats:
     """Renders a run's conversations, for the engine beside it. Thread-safe."""
 
     def __init__(self, definition: TokenizerDefinition) -> None:
@@ -54,8 +86,8 @@ class ChatProcesses:
 
     def rendered(self, column: Any, first_row: int) -> Iterator[tuple[str, Any]]:
         """Of each text of a column of large strings that begins at a row: the conversation as text, and where the
-        assistant speaks; or why it is a bad row, or the error, with which it ends, where the template takes too much
-        time or memory."""
+        assistant speaks, or why it is a bad row. Raises ``TokenizerError``, after the rows before, where the template
+        takes too much time or memory."""
         try:
             answers = iter(self._answers(column)[1:])
         except TransformFailed:
@@ -66,11 +98,11 @@ class ChatProcesses:
             try:
                 said, _, text = next(answers).partition("\n")
             except TransformFailed as error:
-                said, fault = _OVER, str(error)
-            if said == _OVER:
-                yield "", TokenizerError(f"row {first_row + row}: the chat template: {fault}; {_REMEDY}", row)
-                return
-            yield text, json.loads(said)
+                said, text, fault = "null", "", str(error)
+            spans = json.loads(said)
+            if spans is None:
+                raise TokenizerError(f"row {first_row + row}: the chat template: {fault}; {_REMEDY}", row)
+            yield text, spans
 
     def _answers(self, column: Any) -> list[str]:
         """Raises ``TransformFailed``."""

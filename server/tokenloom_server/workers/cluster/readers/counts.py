@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import Any
 
-from tokenloom_server.cluster.readers.rows import Answer
 from tokenloom_server.order.readers_stats import ReaderNode, ReaderSource, ReadersStats
 from tokenloom_server.storage.io_stats import NAMED_AFTER_S
+from tokenloom_server.workers.cluster.readers.rows import Answer
 
 #: Nodes that are counted by name; all others are one, for where nodes come and go there is no end of names.
 MOST_NODES = 256

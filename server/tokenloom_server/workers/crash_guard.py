@@ -13,10 +13,10 @@ import pyarrow as pa
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow
-from tokenloom_server.sources.transform import Transform, TransformFailed
-from tokenloom_server.tokenizer.crash_records import CrashRecords
-from tokenloom_server.tokenizer.encoded_apart import EngineDescription
 from tokenloom_server.tokenizer.engine import Encoded, Engine, ragged
+from tokenloom_server.workers.crash_records import CrashRecords
+from tokenloom_server.workers.encoded_apart import EngineDescription
+from tokenloom_server.workers.processes import Transform, TransformFailed
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class _Apart:
     crash, and all at which the run's own does. ``next_row``: all before it are known."""
 
     def __init__(self, engine: EngineDescription, first_row: int, where: str, *, skip_bad: bool) -> None:
-        name = "tokenloom_server.tokenizer.encoded_apart:encoded"
+        name = "tokenloom_server.workers.encoded_apart:encoded"
         self.process = Transform(name, seconds=SECONDS, memory_mb=0)
         self.ids: list[list[int]] = []
         self.bad: list[BadRow] = []

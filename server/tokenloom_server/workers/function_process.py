@@ -1,6 +1,6 @@
-"""A user's function in a process of its own, between two Arrow streams.
+"""A function in a process of its own, between two Arrow streams.
 
-``python -m tokenloom_server.sources.transform_worker MODULE:FUNCTION SECONDS MB [one_each] PIPE``: batches with the
+``python -m tokenloom_server.workers.function_process MODULE:FUNCTION SECONDS MB [one_each] PIPE``: batches with the
 column ``text`` come in; for each, texts go out. The first answer has no texts and says, in its metadata, which code the
 function is.
 """
@@ -8,11 +8,13 @@ function is.
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import hashlib
 import importlib
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import traceback
@@ -25,7 +27,6 @@ from typing import Any
 import pyarrow as pa
 
 from tokenloom_server.sources import arrays
-from tokenloom_server.sources.child_process import end_with_parent
 
 #: The column of a batch that goes in, and of one that comes back.
 COLUMN = "text"
@@ -159,6 +160,21 @@ def _narrowed(function: Any, batch: Any, error: Exception, first: int = 0) -> tu
     return first, first + len(batch), error
 
 
+def _end_with_parent(pipe: str) -> None:
+    """Has the kernel kill this process and its group once nobody has the other end of a pipe. On Linux alone.
+
+    It is a signal, so it also ends what never comes back to Python; and one that does not ask which thread of the
+    parent ended, as ``PR_SET_PDEATHSIG`` does.
+    """
+    if sys.platform == "linux":
+        reading = int(pipe)
+        fcntl.fcntl(reading, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(reading, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC)
+        if select.select([reading], [], [], 0)[0]:  # it was gone before the kernel was asked
+            os.killpg(0, signal.SIGKILL)
+
+
 if __name__ == "__main__":
-    end_with_parent(sys.argv[-1])
+    _end_with_parent(sys.argv[-1])
     _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), "one_each" in sys.argv)

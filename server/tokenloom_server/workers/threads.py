@@ -1,4 +1,5 @@
-"""The next block of a source, made while the one before is mixed and sent.
+"""Threads of this process that work for a run: they make the next block of a source while the one before is mixed and
+sent, and encode texts, each with an engine of its own.
 
 One producer decides the order of a run. What takes long before that, reading and tokenising text, depends on
 its source alone, and its libraries let go of the interpreter lock: so several sources' blocks are made at
@@ -8,12 +9,17 @@ once, by a few threads, each source's one after the other.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from tokenloom_server.packing.base import Block, Packer
+from tokenloom_server.tokenizer.engine import Encoded, Engine
 
 #: Threads that make blocks, for each run; but for one core, which the producer, streams and trainers keep busy: where
 #: every core tokenises, each token costs a third more, and each engine learns the words of the text anew.
@@ -96,3 +102,29 @@ def _ahead(blocks: Iterator[Block], pool: ThreadPoolExecutor) -> Iterator[Block]
     finally:
         # Nobody asks for it any more: a pool works off what waits, before a restore's first block or the exit.
         ahead.cancel()
+
+
+class EnginePool:
+    """Implements ``Engine`` for several threads, with as many engines as are at work at once: each serves one
+    caller at a time."""
+
+    def __init__(self, load: Callable[[], Engine], most: int) -> None:
+        """Loads the first; raises ``TokenizerError`` where that fails."""
+        first = load()
+        self.name = first.name
+        self.version = first.version
+        self._load = load
+        self._room = threading.Semaphore(most)
+        self._idle = deque([first])
+
+    def encode(self, texts: pa.LargeStringArray) -> Encoded:
+        with self._room:
+            try:
+                # The one that was used last: what it knows is in the processor's cache.
+                engine = self._idle.pop()
+            except IndexError:
+                engine = self._load()
+            try:
+                return engine.encode(texts)
+            finally:
+                self._idle.append(engine)

@@ -19,16 +19,16 @@ from typing import Any
 from tokenloom_proto.seal import canonical
 
 from tokenloom_server import errors
-from tokenloom_server.cluster.connection import Needs, Node, fitting, is_node, on_each, pinned
-from tokenloom_server.cluster.description import describe, named_by_node, rebuild, verify_file
-from tokenloom_server.cluster.readers.worker import LoggedLines
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.prepare.job import Job, PartRows, Task
 from tokenloom_server.prepare.journal import Attempts, Journal, Shard
 from tokenloom_server.prepare.preparer import Maker, OnRows, cannot_write
 from tokenloom_server.sources.files import in_threads
-from tokenloom_server.sources.transform import Transform
 from tokenloom_server.storage.folder import Folder
+from tokenloom_server.workers.cluster.connection import Needs, Node, fitting, is_node, on_each, pinned
+from tokenloom_server.workers.cluster.description import describe, named_by_node, rebuild, verify_file
+from tokenloom_server.workers.cluster.readers.worker import LoggedLines
+from tokenloom_server.workers.processes import Transform
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A user's function from texts to texts, called in worker processes that are bounded in time and memory."""
+"""Functions from texts to texts, such as users' own, called in processes that are bounded in time and memory."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import IO, Any
 
 import pyarrow as pa
 from tokenloom_proto.threads import Background
 
-from tokenloom_server.errors import ConfigError, SourceError
-from tokenloom_server.sources import transform_worker
-from tokenloom_server.sources.child_process import ChildProcess
+from tokenloom_server.errors import ConfigError
+from tokenloom_server.workers import function_process
 
 _log = logging.getLogger(__name__)
 
@@ -59,17 +59,6 @@ class Transform:
         if self.code:
             _log.info("transform %s: its code is %s", name, self.code["digest"])
 
-    def texts(self, column: Any, rows: Sequence[int], where: str) -> Any:
-        """As ``made_of``, of a column whose ``rows`` are these of the file ``where``. Raises ``SourceError``,
-        which names them."""
-        try:
-            return self.made_of(column)
-        except TransformFailed as error:
-            failed = rows_named(rows[error.begin], rows[error.end - 1])
-            raise SourceError(
-                f"{where}: {failed}: transform {self.name} failed: {error}; mend it, and prepare into another folder"
-            ) from None
-
     def made_of(self, column: Any) -> Any:
         """The large strings that the function makes of a column of large strings. Raises ``TransformFailed``, and
         ``ConfigError`` where the function's code has changed since the first worker started."""
@@ -78,7 +67,7 @@ class Transform:
         except queue.Empty:
             worker = self._started()
         self._at_work.add(worker)
-        texts, said = worker.ask(transform_worker.batch_of(column))
+        texts, said = worker.ask(function_process.batch_of(column))
         self._at_work.discard(worker)
         if "error" in said:
             worker.end()
@@ -120,13 +109,28 @@ def rows_named(first: int, last: int) -> str:
     return f"row {first}" if first == last else f"rows {first} to {last}"
 
 
+class _ChildProcess(subprocess.Popen[bytes]):
+    """A module of this package as a program, in a process group of its own. Its last argument is a pipe for
+    ``end_with_parent``."""
+
+    def __init__(self, module: str, *arguments: str, **options: Any) -> None:
+        """``options`` are those of ``Popen``."""
+        reading, writing = os.pipe()
+        weakref.finalize(self, os.close, writing)
+        try:
+            command = [sys.executable, "-m", module, *arguments, str(reading)]
+            super().__init__(command, pass_fds=(reading,), process_group=0, **options)
+        finally:
+            os.close(reading)
+
+
 class _Worker:
     """A process that calls the function. For one thread at a time."""
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
         self._seconds = float(arguments[1])
         pipe = subprocess.PIPE
-        self._process = ChildProcess(transform_worker.__name__, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+        self._process = _ChildProcess(function_process.__name__, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
         assert self._process.stdin is not None and self._process.stdout is not None and self._process.stderr is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         Background("transform-log", partial(_log_printed, arguments[0], self._process.stderr)).start()
@@ -145,11 +149,11 @@ class _Worker:
             texts, metadata = self._answers.read_next_batch_with_custom_metadata()
         except (OSError, pa.ArrowException, StopIteration):
             status = self._process.wait()
-            limit_s = transform_worker.START_S if batch is None else self._seconds
-            late = status == transform_worker.LATE and time.monotonic() - began >= limit_s
+            limit_s = function_process.START_S if batch is None else self._seconds
+            late = status == function_process.LATE and time.monotonic() - began >= limit_s
             fault = "it took too long" if late else f"its process ended with {status}"
             return None, {"error": fault, "signal": max(0, -status)}
-        return texts, json.loads(metadata[transform_worker.SAID])
+        return texts, json.loads(metadata[function_process.SAID])
 
     def kill(self) -> None:
         """Kills the process, with all that the function started."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from tokenloom_server.cluster.description import named_by_node, rebuild, verify_file
-from tokenloom_server.cluster.readers.reading import read
-from tokenloom_server.cluster.readers.rows import Answer, Request
 from tokenloom_server.errors import SourceChanged, StorageError, TokenloomError
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.workers.cluster.description import named_by_node, rebuild, verify_file
+from tokenloom_server.workers.cluster.readers.reading import read
+from tokenloom_server.workers.cluster.readers.rows import Answer, Request
 
 #: What of the lines that a task logs comes to the server's log.
 LINES, LINE_CHARACTERS = 20, 1000

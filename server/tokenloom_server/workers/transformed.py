@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources import arrays
-from tokenloom_server.sources.transform import Transform, TransformFailed, rows_named
 from tokenloom_server.tokenizer.documents import Documents, Encoder
+from tokenloom_server.workers.processes import Transform, TransformFailed, rows_named
 
 
 class TransformEncoder:

@@ -1,4 +1,4 @@
-"""``python -m tokenloom_server.cluster.readers.child``: the process beside a server that speaks to Ray.
+"""``python -m tokenloom_server.workers.cluster.readers.child``: the process beside a server that speaks to Ray.
 
 Ray ends the process of its driver where its head is away for a minute: this one may end, and the server starts another.
 It decides nothing and keeps nothing but what Ray works on now: what is lost with it is asked for again.
@@ -21,10 +21,10 @@ from typing import Any
 import pyarrow as pa
 from tokenloom_proto.threads import Background, name_for_kernel
 
-from tokenloom_server.cluster.connection import Needs, Node, connect, is_node, nodes, on_each
-from tokenloom_server.cluster.readers import messages, worker
-from tokenloom_server.cluster.readers.rows import ANSWER_BYTES, Request
 from tokenloom_server.errors import TokenloomError
+from tokenloom_server.workers.cluster.connection import Needs, Node, connect, is_node, nodes, on_each
+from tokenloom_server.workers.cluster.readers import messages, worker
+from tokenloom_server.workers.cluster.readers.rows import ANSWER_BYTES, Request
 
 #: Deaths of the process at a request after which each of its texts is encoded in a process that may die of it. The
 #: first may be anybody's doing.

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tokenloom_server.cluster.readers.rows import ANSWER_BYTES, Answer, Request, Work
 from tokenloom_server.errors import SourceError, TokenloomError
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.samples import Int64s
@@ -18,6 +17,7 @@ from tokenloom_server.sources import arrays, columns
 from tokenloom_server.sources.base import BadRow, Rows
 from tokenloom_server.sources.row_index import IndexedSource
 from tokenloom_server.tokenizer.documents import Documents, Encoder
+from tokenloom_server.workers.cluster.readers.rows import ANSWER_BYTES, Answer, Request, Work
 
 
 class _SizingEncoder:

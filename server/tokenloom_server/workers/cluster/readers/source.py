@@ -9,13 +9,13 @@ from typing import Protocol
 
 import numpy as np
 
-from tokenloom_server.cluster.readers.rows import Answer, Part, Request
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.reading import RowRange
 from tokenloom_server.sources.base import Rows, Source
 from tokenloom_server.sources.row_index import IndexedSource
 from tokenloom_server.sources.wrapped import WrappedSource
+from tokenloom_server.workers.cluster.readers.rows import Answer, Part, Request
 
 #: Bytes of text of a request, about: a task costs half a millisecond whatever it has to do.
 REQUEST_BYTES = 1 << 23

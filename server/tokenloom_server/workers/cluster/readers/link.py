@@ -26,13 +26,6 @@ import numpy.typing as npt
 import pyarrow as pa
 from tokenloom_proto.threads import Loop
 
-from tokenloom_server.cluster.connection import Needs
-from tokenloom_server.cluster.description import describe, verify_file
-from tokenloom_server.cluster.readers import messages
-from tokenloom_server.cluster.readers.counts import ReaderCounts
-from tokenloom_server.cluster.readers.reading import read
-from tokenloom_server.cluster.readers.rows import ANSWER_BYTES, Answer, Request
-from tokenloom_server.cluster.readers.source import RowsOfReaders
 from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError, SourceError, StorageError, TokenloomError
 from tokenloom_server.order.factory import PipelineFactory
@@ -42,6 +35,13 @@ from tokenloom_server.order.resources import RunResources
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.endings import codec_of
 from tokenloom_server.storage.io_stats import Wait
+from tokenloom_server.workers.cluster.connection import Needs
+from tokenloom_server.workers.cluster.description import describe, verify_file
+from tokenloom_server.workers.cluster.readers import messages
+from tokenloom_server.workers.cluster.readers.counts import ReaderCounts
+from tokenloom_server.workers.cluster.readers.reading import read
+from tokenloom_server.workers.cluster.readers.rows import ANSWER_BYTES, Answer, Request
+from tokenloom_server.workers.cluster.readers.source import RowsOfReaders
 
 _log = logging.getLogger(__name__)
 
@@ -266,7 +266,13 @@ class RayReaders:
         ours, theirs = Pipe()
         # In a session of its own: Ctrl-C is for the server, which ends it in order.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tokenloom_server.cluster.readers.child", str(theirs.fileno()), json.dumps(begin)],
+            [
+                sys.executable,
+                "-m",
+                f"{__package__}.child",
+                str(theirs.fileno()),
+                json.dumps(begin),
+            ],
             pass_fds=[theirs.fileno()],
             env={name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)},
             stdin=subprocess.DEVNULL,
