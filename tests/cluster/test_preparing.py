@@ -208,7 +208,7 @@ def test_a_node_that_does_not_answer_is_left_out_where_another_one_does(
         whole = made("whole")
         raylet.suspend()
         try:
-            monkeypatch.setattr("tokenloom_server.workers.cluster.preparing.CHECK_S", 3.0)
+            monkeypatch.setattr("tokenloom_server.workers.cluster.tasks.CHECK_S", 3.0)
             assert set(nodes) == {2}
             nodes.clear()
             assert made("out") == whole

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,21 +106,6 @@ def is_node() -> bool:
 def fitting(needs: Needs) -> tuple[Node, ...]:
     """Those that have room for one of the tasks."""
     return tuple(node for node in nodes() if needs.fit(node))
-
-
-def on_each(present: Iterable[Node], work: Callable[..., Any], *arguments: Any) -> list[tuple[Node, Any]]:
-    """Begins a function on each of these nodes, beside whatever they do: the nodes, and the references to answers."""
-    import ray
-
-    task = ray.remote(max_retries=0, num_cpus=0)(work)
-    return [(node, pinned(task, node, soft=False).remote(*arguments)) for node in present]
-
-
-def pinned(task: Any, node: Node, *, soft: bool) -> Any:
-    """A remote function on one node; ``soft``: on another one where that is lost."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=soft))
 
 
 def _start(ray: Any, address: str, where: str, cpus: int | None, object_store_bytes: int | None) -> None:

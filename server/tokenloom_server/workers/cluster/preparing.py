@@ -3,12 +3,13 @@ text crosses between the two."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -25,7 +26,8 @@ from tokenloom_server.prepare.journal import Attempts, Journal, Shard
 from tokenloom_server.prepare.preparer import Maker, OnRows, cannot_write
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.storage.folder import Folder
-from tokenloom_server.workers.cluster.connection import Needs, Node, fitting, is_node, on_each, pinned
+from tokenloom_server.workers.cluster import tasks
+from tokenloom_server.workers.cluster.connection import Needs, Node, fitting, is_node
 from tokenloom_server.workers.cluster.description import describe, named_by_node, rebuild, verify_file
 from tokenloom_server.workers.cluster.readers.worker import LoggedLines
 from tokenloom_server.workers.processes import Transform
@@ -34,33 +36,15 @@ _log = logging.getLogger(__name__)
 
 #: How often a shard's worker or node may be lost.
 LOSSES = 5
-#: Deaths of workers at a shard after which each of its texts is encoded in a process that may die of it. The first may
-#: be anybody's doing.
-DEATHS = 2
 #: Shards asked for at once, for each that the nodes have room for: the next begins where one ends.
 AHEAD = 2
 #: Between two looks at what is done, and at which nodes there are, seconds.
 LOOK_S = 0.5
-#: For how long a node may compare what it has with what is here, seconds. Most of it is the start of a worker.
-CHECK_S = 60.0
 #: A worker may have stopped, or its disk: a shard is asked for again after so many seconds, if that is also so many
 #: times what as many bytes took where they took longest.
 LATE_S, LATE_TIMES = 60.0, 4
 #: What bytes take as long as no shard is made: the slowest tokeniser makes four times as many.
 FIRST_S_PER_BYTE = 1e-6
-#: Attempts of a shard at a time: not all on what has stopped.
-ATTEMPTS = 4
-
-
-@dataclass(slots=True, eq=False)
-class _Wanted:
-    """A shard that is not made yet: when it was asked for last, how often, and what became of that."""
-
-    task: Task
-    asked_at: float = 0.0
-    attempts: int = 0
-    losses: int = 0
-    deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,127 +56,113 @@ class OnRay:
     at_once: int | None
     on_nodes: Callable[[int], None]
 
-    def __call__(self, job: Job, tasks: Sequence[Task], journal: Journal, on_done: OnRows) -> None:
+    def __call__(self, job: Job, wanted: Sequence[Task], journal: Journal, on_done: OnRows) -> None:
         """Raises ``ConfigError``, before any shard is made where a node does not see what this machine sees or none
         answers, and where workers were lost too often or this machine's raylet ended; and what making a shard raises.
         ``on_done`` is called with each shard."""
+        asyncio.run(self._make(job, deque(wanted), journal, on_done))
+
+    async def _make(self, job: Job, waiting: deque[Task], journal: Journal, on_done: OnRows) -> None:
         import ray
 
         description = ray.put(described(job, journal.attempts))
-        silent = self._silent(description)
-        remote = ray.remote(max_retries=0, **self.needs.options(silent))(make_shard)
-        requests = _Requests(remote, description)
-        waiting = deque(map(_Wanted, tasks))
-        while waiting or requests.by_reference:
+        silent = await self._silent(description)
+        shards = _Shards(ray.remote(max_retries=0, **self.needs.options(silent))(make_shard), description)
+        asked: set[asyncio.Task[tuple[Task, Shard, str]]] = set()
+        while waiting or asked:
             if not is_node():
                 raise ConfigError(
                     "Ray's process on this machine (raylet) has ended, and the command with it: start it again; it "
                     "goes on with the shards that are not there"
                 )
-            there = [node for node in fitting(self.needs) if node.id not in silent]
-            self.on_nodes(len(there))
-            room = self.at_once or max(1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in there)))
-            while waiting and len(requests.by_reference) < room:
-                requests.ask(waiting.popleft())
-            requests.ask_late_again(there)
-            made = []
-            for wanted, answer in requests.answers():
-                if "lost" in answer:
-                    waiting.appendleft(wanted)
-                else:
-                    made.append((wanted.task, Shard(**answer["shard"]), answer["attempt"]))
+            shards.nodes = [node for node in fitting(self.needs) if node.id not in silent]
+            self.on_nodes(len(shards.nodes))
+            room = self.at_once or max(1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in shards.nodes)))
+            while waiting and len(asked) < room:
+                asked.add(asyncio.create_task(shards.make(waiting.popleft())))
+            ended, asked = await asyncio.wait(asked, timeout=LOOK_S)
+            made = await asyncio.gather(*ended)
             # An object store takes its time for each.
             in_threads(lambda each: journal.add(*each[1:]), made, remote=True)
             for task, shard, _ in made:
                 on_done(1, shard.tokens, task.bytes)
 
-    def _silent(self, description: Any) -> set[str]:
+    async def _silent(self, description: Any) -> set[str]:
         """The nodes that are left out, as they do not answer. One of many may hang; what others find raises."""
-        import ray
-
-        silent, checks, until = {}, on_each(fitting(self.needs), make_shard, description), monotonic() + CHECK_S
-        for node, reference in checks:
-            try:
-                _answer(reference, node.name, max(0.0, until - monotonic()))
-            except ray.exceptions.GetTimeoutError:
-                silent[node.id] = node.name
+        answers = await tasks.on_each(fitting(self.needs), make_shard, description)
+        silent = {node.id: node.name for node, said in answers if isinstance(said, TimeoutError)}
+        for node, said in answers:
+            if isinstance(said, str):
+                _heard(said)
+            elif node.id not in silent:
+                _lost(node.name, said)
         if silent:
-            said = f"{', '.join(silent.values())}: no answer within {CHECK_S:g} s to what is compared before shards"
-            if len(silent) == len(checks):
-                raise ConfigError(f"{said}; expected one: look at what hangs there, such as the disk of --out")
-            _log.warning("%s: left out", said)
+            fault = (
+                f"{', '.join(silent.values())}: no answer within {tasks.CHECK_S:g} s to what is compared before shards"
+            )
+            if len(silent) == len(answers):
+                raise ConfigError(f"{fault}; expected one: look at what hangs there, such as the disk of --out")
+            _log.warning("%s: left out", fault)
         return set(silent)
 
 
-class _Requests:
-    """The shards that are asked for now, and Ray's references to their answers."""
+class _Shards:
+    """Asks for shards. ``nodes``: those that there are now."""
 
     def __init__(self, remote: Any, description: Any) -> None:
         self._remote, self._description = remote, description
-        self.by_reference: dict[Any, _Wanted] = {}
+        self.nodes: Sequence[Node] = ()
         self._slowest_s_per_byte = 0.0
 
-    def ask(self, wanted: _Wanted, nodes: Sequence[Node] = ()) -> None:
-        """One more attempt at a shard: on the next of ``nodes``, or where Ray wants it."""
-        task, remote = wanted.task, self._remote
-        if nodes:
-            remote = pinned(remote, nodes[(hash(task.name) + wanted.attempts) % len(nodes)], soft=True)
-        text = json.dumps([task.source, task.ranges, task.bytes, task.name])
-        reference = remote.remote(self._description, text, wanted.attempts, wanted.deaths >= DEATHS)
-        self.by_reference[reference] = wanted
-        wanted.attempts, wanted.asked_at = wanted.attempts + 1, monotonic()
+    async def make(self, task: Task) -> tuple[Task, Shard, str]:
+        """A shard, and the attempt's file that it lies in. Raises ``ConfigError`` where it was lost too often, and the
+        error that a worker said."""
+        text, losses, asked_at = json.dumps([task.source, task.ranges, task.bytes, task.name]), 0, 0.0
 
-    def ask_late_again(self, there: Sequence[Node]) -> None:
-        """Another attempt beside those that are late. Ray may want it on the same node, and does not say which one
-        that is; so two attempts in turn are on two."""
-        for wanted, attempts in Counter(self.by_reference.values()).items():
-            usual_s = (self._slowest_s_per_byte or FIRST_S_PER_BYTE) * wanted.task.bytes
-            took_s = monotonic() - wanted.asked_at
-            if attempts < ATTEMPTS and took_s > max(LATE_S, LATE_TIMES * usual_s):
-                _log.warning("%s: no answer within %.0f s: it is asked for again", wanted.task.name, took_s)
-                self.ask(wanted, there)
+        def begin(number: int, apart: bool) -> Any:
+            nonlocal asked_at
+            asked_at, remote = monotonic(), self._remote
+            if number and self.nodes:
+                # Ray may want it on the same node, and does not say which one that is; so two in turn are on two.
+                node = self.nodes[(hash(task.name) + number) % len(self.nodes)]
+                remote = tasks.pinned(remote, node, soft=True)
+            return remote.remote(self._description, text, number, apart)
 
-    def answers(self) -> Iterator[tuple[_Wanted, dict[str, Any]]]:
-        """What there is after a look: the first shard of several attempts; ``lost`` once none is left of them. Raises
-        ``ConfigError`` where that was so too often, and the error that a worker said."""
-        import ray
-
-        for reference in ray.wait(list(self.by_reference), num_returns=len(self.by_reference), timeout=LOOK_S)[0]:
-            if reference not in self.by_reference:
-                continue  # another attempt was faster
-            wanted = self.by_reference.pop(reference)
-            answer = _answer(reference, wanted.task.name)
-            others = [other for other, same in self.by_reference.items() if same is wanted]
-            if "lost" in answer:
-                wanted.losses, wanted.deaths = wanted.losses + 1, wanted.deaths + answer["died"]
-                if wanted.losses == LOSSES:
-                    raise ConfigError(f"{wanted.task.name}: was lost {LOSSES} times; the last time: {answer['lost']}")
-                if others:
-                    continue
+        def again(error: Exception) -> float:
+            nonlocal losses
+            if isinstance(error, TimeoutError):
+                took_s = monotonic() - asked_at
+                _log.warning("%s: no answer within %.0f s: it is asked for again", task.name, took_s)
             else:
-                took_s = monotonic() - wanted.asked_at
-                self._slowest_s_per_byte = max(self._slowest_s_per_byte, took_s / max(1, wanted.task.bytes))
-                for other in others:
-                    del self.by_reference[other]
-                    ray.cancel(other)
-            yield wanted, answer
+                lost, losses = _lost(task.name, error), losses + 1
+                if losses == LOSSES:
+                    raise ConfigError(f"{task.name}: was lost {LOSSES} times; the last time: {lost}")
+            return 0.0
+
+        def late_s() -> float:
+            return max(LATE_S, LATE_TIMES * (self._slowest_s_per_byte or FIRST_S_PER_BYTE) * task.bytes)
+
+        answer = _heard(await tasks.answered(begin, late_s, again))
+        took_s = monotonic() - asked_at
+        self._slowest_s_per_byte = max(self._slowest_s_per_byte, took_s / max(1, task.bytes))
+        return task, Shard(**answer["shard"]), answer["attempt"]
 
 
-def _answer(reference: Any, name: str, timeout_s: float | None = None) -> dict[str, Any]:
-    """What a worker said, after what it logged; ``lost`` with why where it or its node is lost, ``died`` where it
-    crashed. Raises the error that it said, and Ray's ``GetTimeoutError``."""
+def _lost(name: str, error: Exception) -> str:
+    """How a worker or its node was lost. Raises the error where it is a fault of the program."""
     import ray
 
-    try:
-        answer: dict[str, Any] = json.loads(ray.get(reference, timeout=timeout_s))
-    except (ray.exceptions.RayTaskError, ray.exceptions.GetTimeoutError):
-        raise  # a fault of the program, or the caller's business
-    except ray.exceptions.RayError as error:
-        lost = str(error).strip().partition("\n")[0]
-        if isinstance(error, ray.exceptions.OutOfMemoryError):
-            lost = f"its node had no memory left, and it was killed: say with --ray-memory what it takes ({lost})"
-        _log.warning("%s: its worker or node was lost: %s", name, lost)
-        return {"lost": lost, "died": isinstance(error, ray.exceptions.WorkerCrashedError)}
+    if isinstance(error, ray.exceptions.RayTaskError):
+        raise error
+    is_oom = isinstance(error, ray.exceptions.OutOfMemoryError)
+    lost = tasks.lost_by(error) + ": say with --ray-memory what it takes" * is_oom
+    _log.warning("%s: its worker or node was lost: %s", name, lost)
+    return lost
+
+
+def _heard(text: str) -> dict[str, Any]:
+    """What a worker said, after what it logged. Raises the error that it said."""
+    answer: dict[str, Any] = json.loads(text)
     for level, line in answer["log"]:
         _log.log(level, "%s", line)
     if "error" in answer:

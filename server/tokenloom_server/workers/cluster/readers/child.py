@@ -22,20 +22,14 @@ import pyarrow as pa
 from tokenloom_proto.threads import Background, name_for_kernel
 
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.workers.cluster.connection import Needs, Node, connect, is_node, nodes, on_each
+from tokenloom_server.workers.cluster.connection import Needs, Node, connect, is_node, nodes
 from tokenloom_server.workers.cluster.readers import messages, worker
 from tokenloom_server.workers.cluster.readers.rows import ANSWER_BYTES, Request
+from tokenloom_server.workers.cluster.tasks import answered, lost_by, on_each
 
-#: Deaths of the process at a request after which each of its texts is encoded in a process that may die of it. The
-#: first may be anybody's doing.
-DEATHS = 2
-#: Tasks of one request at a time, each asked for when those before it are late: not all on what has stopped.
-ATTEMPTS = 4
 #: Seconds between looks at what is free, and between tries where Ray refuses.
 TICK_S = 0.5
 PAUSE_S = 2.0
-#: Seconds that each node has to look at a run's files.
-CHECK_S = 60.0
 #: Bytes of memory for an answer, if it needs no more; of which none is taken before it is written.
 MEMORY_BYTES = 2 * ANSWER_BYTES
 #: Ray's label of a node.
@@ -111,54 +105,39 @@ class Child:
 
     async def _check(self, described: worker.Described, sources: list[int]) -> None:
         """Tells the server why a node cannot read a run's sources, or that all can."""
-        present = [node for node in nodes() if node.cpus]
-        fault = ""
-        for node, task in on_each(present, worker.check, described, sources):
-            try:
-                fault = fault or await asyncio.wait_for(asyncio.wrap_future(task.future()), CHECK_S)
-            except (self._ray.exceptions.RayError, TimeoutError) as error:
-                fault = f"{node.name}: {_words(error)}"
+        present, fault = [node for node in nodes() if node.cpus], ""
+        for node, said in await on_each(present, worker.check, described, sources):
+            fault = fault or (f"{node.name}: {lost_by(said)}" if isinstance(said, Exception) else said)
         messages.send(self._server, checked=described.digest, fault=fault)
 
     async def _answer(self, number: int, described: worker.Described, request: Request) -> None:
         """Asks for rows until they are there, and gives them to the server; which cancels this if it wants them no
         more."""
-        known = self._ray.exceptions
-        tasks: dict[asyncio.Future[Any], Any] = {}
-        deaths, refused_by = 0, set[str]()
-        try:
-            while True:
-                refused, pause_s = "", PAUSE_S
-                elsewhere = {NODE_ID: f"!in({','.join(refused_by)})"} if refused_by else None
-                task = self._task.options(label_selector=elsewhere).remote(described, request.to_json())
-                tasks[asyncio.wrap_future(task.future())] = task
-                try:
-                    head, batches = await self._first(tasks)
-                    refused, node_id = (made := json.loads(head))["refused"], made["work"][-1]
-                    if not refused:
-                        break
-                    refused_by.add(node_id)
-                    reason, pause_s = refused, 0.0
-                    if refused_by >= {node.id for node in nodes() if node.cpus}:
-                        refused_by, pause_s = set(), PAUSE_S
-                except known.OutOfMemoryError:
-                    reason = "Ray ended the task for want of memory"
-                except known.WorkerCrashedError:
-                    reason, pause_s = "the process that worked on it died", 0.0
-                    deaths += 1
-                    request = replace(request, apart=deaths >= DEATHS)
-                except known.RayError as error:
-                    reason = _words(error)
-                except TimeoutError:
-                    reason, pause_s = f"no answer within {self._late_s:g} s", 0.0
-                messages.send(self._server, again=number, reason=reason[:1000], is_refused=bool(refused))
-                await asyncio.sleep(pause_s)
-            self._give(number, head, batches)
-        finally:
-            # Where others work on it nobody goes on; a process that was stopped does not once it can.
-            for future, task in tasks.items():
-                future.cancel()
-                self._ray.cancel(task)
+        refused_by = set[str]()
+
+        def begin(_: int, apart: bool) -> Any:
+            elsewhere = {NODE_ID: f"!in({','.join(refused_by)})"} if refused_by else None
+            task = self._task.options(label_selector=elsewhere)
+            return task.remote(described, replace(request, apart=apart).to_json())
+
+        def again(error: Exception | str) -> float:
+            is_late = isinstance(error, TimeoutError)
+            reason = error if isinstance(error, str) else lost_by(error)
+            reason = f"no answer within {self._late_s:g} s" if is_late else reason[:1000]
+            messages.send(self._server, again=number, reason=reason, is_refused=isinstance(error, str))
+            return 0.0 if is_late else PAUSE_S
+
+        while True:
+            head, batches = await answered(begin, lambda: self._late_s, again)
+            made = json.loads(head)
+            if not made["refused"]:
+                break
+            refused_by.add(made["work"][-1])
+            again(made["refused"])
+            if refused_by >= {node.id for node in nodes() if node.cpus}:
+                refused_by.clear()
+                await asyncio.sleep(PAUSE_S)
+        self._give(number, head, batches)
 
     def _give(self, number: int, head: str, batches: list[pa.RecordBatch]) -> None:
         # Memory that was used before is ten times cheaper than fresh one.
@@ -176,20 +155,6 @@ class Child:
         if is_new:
             reduction.send_handle(self._server, file, None)
             os.close(file)
-
-    async def _first(self, tasks: dict[asyncio.Future[Any], Any]) -> Any:
-        """What the first of the tasks gives that ends, or why it failed. Raises ``TimeoutError`` where all are late."""
-        late_s = self._late_s if len(tasks) < ATTEMPTS else None
-        ended, _ = await asyncio.wait(tasks, timeout=late_s, return_when=asyncio.FIRST_COMPLETED)
-        if not ended:
-            raise TimeoutError
-        first = ended.pop()
-        del tasks[first]
-        return first.result()
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2].partition('. ')[0]}"
 
 
 def main(arguments: list[str]) -> None:
