@@ -53,7 +53,8 @@ ALL_CHUNK_TOKENS = 1 << 28
 class PipelineFactory:
     """Makes pipelines, and their parts, from one record. They are independent of each other."""
 
-    def __init__(self, record: RunRecord, resources: RunResources) -> None:
+    def __init__(self, record: RunRecord, resources: RunResources, *, apart: bool = False) -> None:
+        self._apart = apart
         self.record = record
         self.resources = resources
         self.readers = SourceReaders(record, resources)
@@ -135,10 +136,13 @@ class PipelineFactory:
         if any(source.is_chat for source in self.config.sources[first:]):
             self.resources.chats(self.record)
 
-    def documents(self, source_id: int, *, joined: bool = True, apart: bool = False) -> Documents:
-        """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time.
-        ``apart``: see ``encoder``."""
-        return self._documents(source_id, self.readers.open(source_id), joined=joined, apart=apart)
+    def apart(self) -> PipelineFactory:
+        """A factory with which each text is encoded in a process of its own, which may die of it."""
+        return PipelineFactory(self.record, self.resources, apart=True)
+
+    def documents(self, source_id: int, *, joined: bool = True) -> Documents:
+        """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time."""
+        return self._documents(source_id, self.readers.open(source_id), joined=joined)
 
     def all_rows(self, source_id: int, reader: Source, encoder: Encoder, *, joined: bool) -> Documents:
         """The rows of a source's files as tokens, file by file: none left out or rearranged, any number of them bad."""
@@ -247,14 +251,13 @@ class PipelineFactory:
         lane: tuple[int, int] = (0, 1),
         *,
         joined: bool = True,
-        apart: bool = False,
         readers: Readers | None = None,
     ) -> Documents:
         source = self.config.sources[source_id]
         ready = None
         if readers is not None:
             ready = readers.source(self.record, self.resources, source_id, reader)
-        rows, encoder = (ready, ReadyEncoder()) if ready is not None else self._read_here(source_id, reader, apart)
+        rows, encoder = (ready, ReadyEncoder()) if ready is not None else self._read_here(source_id, reader)
         excluded = self.record.excluded.of(source.source)
         seen = self.readers.seen(source_id, reader)
         return Documents(
@@ -275,11 +278,11 @@ class PipelineFactory:
             announce=ready.announce if ready is not None else None,
         )
 
-    def _read_here(self, source_id: int, reader: Source, apart: bool) -> tuple[Source, Encoder]:
+    def _read_here(self, source_id: int, reader: Source) -> tuple[Source, Encoder]:
         """A source's rows as this process reads them, and what makes tokens of them."""
         source, io_stats = self.config.sources[source_id], self.resources.io_stats
         timed: Source = TimedSource(reader, io_stats, source.spec)
-        encoder = self.encoder(source_id, reader, apart=apart)
+        encoder = self.encoder(source_id, reader)
         if source.loss_mask is not None:
             mask = TimedSource(self.readers.open_mask(source_id, reader, source.loss_mask), io_stats, source.spec)
             timed = SourceWithLossMask(timed, mask)
@@ -310,13 +313,12 @@ class PipelineFactory:
             eot_id=self.record.end_of_text_id,
         )
 
-    def encoder(self, source_id: int, reader: Source, *, apart: bool = False) -> Encoder:
-        """What makes tokens of a source's rows, for a reader of it. ``apart``: each text is encoded in a process of
-        its own, which may die of it."""
-        encoder, name = self._encoder(source_id, reader, apart), self.config.sources[source_id].transform
+    def encoder(self, source_id: int, reader: Source) -> Encoder:
+        """What makes tokens of a source's rows, for a reader of it."""
+        encoder, name = self._encoder(source_id, reader), self.config.sources[source_id].transform
         return encoder if name is None else TransformEncoder(self.resources.transform(name), encoder)
 
-    def _encoder(self, source_id: int, reader: Source, apart: bool) -> Encoder:
+    def _encoder(self, source_id: int, reader: Source) -> Encoder:
         record, config = self.record, self.config
         source, engine = config.sources[source_id], self.resources.engine(record)
         encoder = partial(
@@ -330,8 +332,8 @@ class PipelineFactory:
         if source.is_chat:
             masked = MaskedEncoder(encoder(None), source.spec.column, adds_bos=config.adds_bos(source))
             return ChatEncoder(self.resources.chats(record), masked, skip_bad=config.skips_bad_rows(source))
-        crash_records = None if apart else self.resources.crash_records(record)
-        is_guarded = apart or crash_records is not None
+        crash_records = None if self._apart else self.resources.crash_records(record)
+        is_guarded = self._apart or crash_records is not None
         if engine is None or record.serving_engine is None or reader.content is not Content.TEXT or not is_guarded:
             return encoder(engine)
         assert config.tokenizer is not None

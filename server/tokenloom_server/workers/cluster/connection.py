@@ -15,6 +15,8 @@ from tokenloom_server.errors import ConfigError
 
 #: For how long the machine of an address may not answer, seconds. Ray waits for minutes, and then ends the process.
 ANSWER_S = 5.0
+#: The private parts of Ray that are used here were looked at in all releases before this one.
+KNOWN_BEFORE = "2.61"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +123,11 @@ def _start(ray: Any, address: str, where: str, cpus: int | None, object_store_by
             reason = " ".join(str(error).split())
             raise ConfigError(f"{where}: Ray does not start on this machine ({reason}); start it again") from None
         return
-    target = _reach(ray, address, where)
     try:
-        if not address.startswith("ray://"):
-            _show_token(ray, address, target)
+        _look(ray, address, where)
         ray.init(address, **quiet)
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:  # Ray ends the process where no head answers
         raise ConfigError(
             f"{where}: no connection to Ray there ({' '.join(str(error).split())}); expected a cluster of the same Ray "
@@ -134,13 +136,25 @@ def _start(ray: Any, address: str, where: str, cpus: int | None, object_store_by
         ) from None
 
 
-def _reach(ray: Any, address: str, where: str) -> str:
-    """The host and port of an address. Raises ``ConfigError`` where nobody listens there: Ray would try for long, and
-    say it in many lines."""
+def _look(ray: Any, address: str, where: str) -> None:
+    """Looks at an address before Ray does, which would try for minutes, say so in many lines, and end the process.
+
+    Raises ``ConfigError`` where nobody listens there, and Ray's error where the cluster does not take this machine's
+    token. Of Ray's parts for it none is public.
+    """
+    try:
+        from ray._private.authentication import authentication_token_setup as tokens
+        from ray._private.services import canonicalize_bootstrap_address
+
+        client = ray._raylet.GcsClient
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}: Ray {ray.__version__} has no way to look at an address ({error}); install ray<{KNOWN_BEFORE}"
+        ) from None
     target = address
     try:
         if address == "auto":
-            target = str(ray._private.services.canonicalize_bootstrap_address(address))
+            target = str(canonicalize_bootstrap_address(address))
         host, _, port = target.removeprefix("ray://").rpartition(":")
         if not host or not port.isdecimal():
             raise ConfigError(f"{where}: expected auto, local, HOST:PORT or ray://HOST:PORT")
@@ -150,17 +164,11 @@ def _reach(ray: Any, address: str, where: str) -> str:
             f"{where}: nothing answers at {target} ({error}); expected a Ray cluster: start one with ray start --head, "
             "name another one, or give 'local' for one of this machine's own"
         ) from None
-    return target
-
-
-def _show_token(ray: Any, address: str, target: str) -> None:
-    """Raises Ray's error where the cluster does not take this machine's token: ``ray.init`` would try for minutes."""
-    from ray._private.authentication import authentication_token_setup as tokens
-
-    if address == "auto":
-        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    tokens.ensure_token_if_auth_enabled(create_token_if_missing=False)
-    ray._raylet.GcsClient(address=target)
+    if not address.startswith("ray://"):
+        if address == "auto":
+            tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        tokens.ensure_token_if_auth_enabled(create_token_if_missing=False)
+        client(address=target)
 
 
 def _checked(needs: Needs, where: str, cpus: int | None, object_store_bytes: int | None) -> tuple[Node, ...]:

@@ -18,11 +18,13 @@ from tokenloom_server.sources.manifest import Manifest, SourceFiles, verify
 from tokenloom_server.tokenizer.choose import EngineRecord
 from tokenloom_server.tokenizer.definition import find_tokenizer
 
+_AS_THEY_ARE = ("has_loss_mask", "stream", "gives_held_out")
+
 
 def describe(order: PipelineFactory) -> str:
     """A record and the place of its files. What is excluded, and what was measured, is the server's own business."""
     record = order.record
-    engines = (record.engine, record.substitute_engine)
+    engine = record.serving_engine
     # Not the canonical form, which has no infinity, as epochs may be.
     return json.dumps(
         {
@@ -33,10 +35,8 @@ def describe(order: PipelineFactory) -> str:
             "manifest": record.manifest.document(),
             "tokenizer": record.tokenizer.digest if record.tokenizer is not None else None,
             "has_chats": record.tokenizer is not None and record.tokenizer.chat_template is not None,
-            "engines": [asdict(engine) if engine is not None else None for engine in engines],
-            "has_loss_mask": record.has_loss_mask,
-            "stream": record.stream,
-            "gives_held_out": record.gives_held_out,
+            "engine": engine and asdict(engine),
+            **{name: getattr(record, name) for name in _AS_THEY_ARE},
         }
     )
 
@@ -63,16 +63,12 @@ def rebuild(text: str, index_dir: Path | None = None) -> PipelineFactory:
                 f"tokenizer {config.tokenizer!r} has the digest {definition.digest} there, and "
                 f"{fields['tokenizer']} where it was asked for: put the same files there"
             )
-    engine, substitute = (EngineRecord(**engine) if engine is not None else None for engine in fields["engines"])
     record = RunRecord(
         config=config,
         manifest=manifest,
         tokenizer=definition,
-        engine=engine,
-        substitute_engine=substitute,
-        has_loss_mask=fields["has_loss_mask"],
-        stream=fields["stream"],
-        gives_held_out=fields["gives_held_out"],
+        engine=fields["engine"] and EngineRecord(**fields["engine"]),
+        **{name: fields[name] for name in _AS_THEY_ARE},
     )
     resources = RunResources(base_dir, index_dir, encoders=1)
     resources.with_code(manifest, config.sources)

@@ -213,10 +213,12 @@ def _made(worker: _Worker, text: str, number: int, apart: bool) -> dict[str, Any
     source, ranges, size, name = json.loads(text)
     task = Task(source, tuple(PartRows(*each) for each in ranges), size, name)
     worker.check(worker.files_of(task))
-    folder, attempt = worker.attempts.folder, worker.attempts.named(name, number)
+    folder, attempt, maker = worker.attempts.folder, worker.attempts.named(name, number), worker.maker
+    if apart:
+        maker = replace(maker, order=maker.order.apart())
     try:
         with folder.created(attempt) as path:
-            shard = replace(worker.maker, apart=apart).make(task, path, lambda *_: None)
+            shard = maker.make(task, path, lambda *_: None)
     except TokenloomError as error:
         return {"error": error.name, "message": str(error)}  # as one process says it
     except OSError as error:

@@ -51,8 +51,9 @@ def read(order: PipelineFactory, request: Request, node: str = "") -> Answer:
 
 
 def _pieces(order: PipelineFactory, request: Request) -> Iterator[tuple[int, Rows]]:
+    order = order.apart() if request.apart else order
     reader = order.readers.open(request.source)
-    encoder = _SizingEncoder(order.encoder(request.source, reader, apart=request.apart))
+    encoder = _SizingEncoder(order.encoder(request.source, reader))
     documents = order.all_rows(request.source, reader, encoder, joined=not request.apart)
     for shard, first_row, rows, position in request.parts:
         if isinstance(reader, IndexedSource) and position is not None:
