@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
+from typing import TypeVar
 
 from tokenloom_proto.threads import pool
 
@@ -48,6 +49,8 @@ ALL_JOINED_BYTES = 1 << 26
 
 #: Ids that all sources together have ready at most, about: each has its part of them, of which samples are made.
 ALL_CHUNK_TOKENS = 1 << 28
+
+_Documents = TypeVar("_Documents", bound=Documents)
 
 
 class PipelineFactory:
@@ -144,13 +147,13 @@ class PipelineFactory:
         """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time."""
         return self._documents(source_id, self.readers.open(source_id), joined=joined)
 
-    def all_rows(self, source_id: int, reader: Source, encoder: Encoder, *, joined: bool) -> Documents:
+    def all_rows(self, kind: type[_Documents], source_id: int, reader: Source, *, joined: bool) -> _Documents:
         """The rows of a source's files as tokens, file by file: none left out or rearranged, any number of them bad."""
         source = self.config.sources[source_id]
-        return Documents(
+        return kind(
             source.source,
             self.readers.kept(source_id, reader),
-            encoder,
+            self.encoder(source_id, reader),
             math.inf,
             joined_bytes=self._joined_bytes(source) if joined else 0,
             joins_at_once=True,

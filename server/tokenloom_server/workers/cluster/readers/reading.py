@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from tokenloom_server.errors import SourceError, TokenloomError
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, TokenizedRows
 from tokenloom_server.sources import arrays, columns
 from tokenloom_server.sources.base import BadRow, Rows
 from tokenloom_server.sources.row_index import IndexedSource
-from tokenloom_server.tokenizer.documents import Documents, Encoder
 from tokenloom_server.workers.cluster.readers.rows import ANSWER_BYTES, Answer, Request, Work
 
 
-class _SizingEncoder:
-    """Implements ``Encoder`` by asking another one; ``sizes`` [rows]: the bytes of the rows that it had last."""
+class _SizedDocuments(Documents):
+    """``sizes`` [rows]: the bytes of the rows that were made into tokens last."""
 
     sizes: Int64s
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
-
-    def encode(self, column: Any, first_row: int, shard: int) -> Documents:
-        self.sizes = columns.byte_sizes(column)
-        return self._encoder.encode(column, first_row, shard)
+    def tokenized(self, epoch: int, shard: int, rows: Rows) -> TokenizedRows:
+        self.sizes = columns.byte_sizes(rows.column)
+        return super().tokenized(epoch, shard, rows)
 
 
 def read(order: PipelineFactory, request: Request, node: str = "") -> Answer:
@@ -53,14 +49,13 @@ def read(order: PipelineFactory, request: Request, node: str = "") -> Answer:
 def _pieces(order: PipelineFactory, request: Request) -> Iterator[tuple[int, Rows]]:
     order = order.apart() if request.apart else order
     reader = order.readers.open(request.source)
-    encoder = _SizingEncoder(order.encoder(request.source, reader))
-    documents = order.all_rows(request.source, reader, encoder, joined=not request.apart)
+    documents = order.all_rows(_SizedDocuments, request.source, reader, joined=not request.apart)
     for shard, first_row, rows, position in request.parts:
         if isinstance(reader, IndexedSource) and position is not None:
             reader.know(shard, position)
         row = first_row
         for tokenized in documents.read_part(shard, first_row, rows):
-            yield shard, _rows(tokenized, encoder.sizes)
+            yield shard, _rows(tokenized, documents.sizes)
             row += len(tokenized.ends)
         if row < first_row + rows:
             raise SourceError(f"{documents.path(shard)} ends at row {row}; it was changed: put it back as it was")
