@@ -70,8 +70,7 @@ ONLY: dict[str, frozenset[str]] = {
 
 #: A process starts here. Whatever cannot be reached from one of these is dead.
 ENTRY_POINTS = (
-    f"{SERVER}.tokenizer.chat_renderer",  # called by name, in processes of functions
-    f"{SERVER}.workers.encoded_apart",
+    f"{SERVER}.tokenizer.chat_renderer",  # called by its name, in processes of functions
     f"{CLIENT}.__init__",
     f"{SERVER}.__main__",
     f"{SERVER}.demo.trainer",

@@ -35,11 +35,9 @@ from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder, ReadyEncoder
 from tokenloom_server.tokenizer.engine import TokenizersEngine
 from tokenloom_server.tokenizer.masked import MaskedEncoder
-from tokenloom_server.workers import threads as readahead
 from tokenloom_server.workers.chats import ChatEncoder
-from tokenloom_server.workers.crash_guard import CrashGuard
-from tokenloom_server.workers.encoded_apart import EngineDescription
-from tokenloom_server.workers.threads import LazyPacker, Pools, ReadAhead
+from tokenloom_server.workers.crash_guard import CrashGuard, EngineDescription
+from tokenloom_server.workers.threads import OPENING_THREADS, LazyPacker, Pools, ReadAhead, block_threads
 from tokenloom_server.workers.transformed import TransformEncoder
 
 #: Texts of a source that are encoded together, about, and of all sources: what lies ready in tokens has half of it,
@@ -111,8 +109,8 @@ class PipelineFactory:
         pools = None
         if ahead and (has_engine or any(remote)):
             pools = Pools(
-                pool(readahead.OPENING_THREADS, "open", self.name),
-                pool(readahead.threads(waits=any(remote) or readers is not None), "ahead", self.name),
+                pool(OPENING_THREADS, "open", self.name),
+                pool(block_threads(waits=any(remote) or readers is not None), "ahead", self.name),
             )
 
         def packer(source_id: int, source_state: SourceState) -> Packer:

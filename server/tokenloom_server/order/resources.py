@@ -29,11 +29,10 @@ from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.tokenizer.choose import load_engine
 from tokenloom_server.tokenizer.engine import Engine
-from tokenloom_server.workers import threads as readahead
 from tokenloom_server.workers.chats import Chats
 from tokenloom_server.workers.crash_records import CrashRecords
 from tokenloom_server.workers.processes import Transform
-from tokenloom_server.workers.threads import EnginePool
+from tokenloom_server.workers.threads import EnginePool, block_threads
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ class RunResources:
         #: Which share of a source's labels counts, by spec; None where it gives no samples.
         self.label_shares: Cache[float | None] = Cache()
         # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
-        self._encoders = encoders or readahead.threads() + 1
+        self._encoders = encoders or block_threads() + 1
         self._engines: Cache[Engine] = Cache()
         self._chats: Cache[Chats] = Cache()
         self._transforms: Cache[Transform] = Cache()

@@ -7,15 +7,19 @@ import logging
 import signal
 from collections.abc import Sequence
 from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow
-from tokenloom_server.tokenizer.engine import Encoded, Engine, ragged
+from tokenloom_server.tokenizer.choose import EngineRecord, load_engine, other_engine
+from tokenloom_server.tokenizer.definition import find_tokenizer
+from tokenloom_server.tokenizer.engine import Encoded, Engine, SpecialTokensInText, ragged
 from tokenloom_server.workers.crash_records import CrashRecords
-from tokenloom_server.workers.encoded_apart import EngineDescription
 from tokenloom_server.workers.processes import Transform, TransformFailed
 
 _log = logging.getLogger(__name__)
@@ -27,6 +31,18 @@ SECONDS = 120.0
 #: What native code dies of by its own fault. A process that is killed, for want of memory or by us, says nothing of
 #: the document at which it was.
 CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS})
+
+
+class EngineDescription(NamedTuple):
+    """What another process needs to load a run's engine, or the other one. ``chat``: whether the tokeniser has its chat
+    template."""
+
+    tokenizer: str
+    base_dir: str
+    chat: bool
+    special_tokens_in_text: SpecialTokensInText
+    record: tuple[str, str, str]
+    other: bool = False
 
 
 class CrashGuard:
@@ -81,7 +97,7 @@ class _Apart:
     crash, and all at which the run's own does. ``next_row``: all before it are known."""
 
     def __init__(self, engine: EngineDescription, first_row: int, where: str, *, skip_bad: bool) -> None:
-        name = "tokenloom_server.workers.encoded_apart:encoded"
+        name = "tokenloom_server.workers.crash_guard:encoded"
         self.process = Transform(name, seconds=SECONDS, memory_mb=0)
         self.ids: list[list[int]] = []
         self.bad: list[BadRow] = []
@@ -123,7 +139,29 @@ class _Apart:
             (ids,) = self.process.made_of(arrays.strings([json.dumps([text, engine])])).to_pylist()
         except TransformFailed as error:
             if error.signal not in CRASHES:
-                fault = f"row {self.next_row}: a tokeniser in a process of its own failed: {error}"
-                raise TokenizerError(fault, len(self.ids)) from None
+                raise TokenizerError(
+                    f"row {self.next_row}: a tokeniser in a process of its own failed: {error}; where it was killed or "
+                    "late, give it memory and time, or take the row out of the file, and begin a new run",
+                    len(self.ids),
+                ) from None
             return [], f"was ended by {signal.Signals(error.signal).name}"
         return json.loads(ids), ""
+
+
+def encoded(batch: Any) -> Any:
+    """What the worker calls: of each text and ``EngineDescription``, as JSON, the ids as JSON."""
+    return arrays.strings([_ids(*json.loads(each)) for each in batch.column(0).to_pylist()])
+
+
+def _ids(text: str, engine: list[Any]) -> str:
+    return json.dumps(_loaded(json.dumps(engine)).encode(arrays.strings([text])).values.tolist())
+
+
+@lru_cache(maxsize=2)
+def _loaded(text: str) -> Engine:
+    engine = EngineDescription(*json.loads(text))
+    definition = find_tokenizer(engine.tokenizer, Path(engine.base_dir), chat=engine.chat)
+    record = EngineRecord(*engine.record)
+    if engine.other:
+        return other_engine(definition, record, engine.special_tokens_in_text)
+    return load_engine(definition, record, engine.special_tokens_in_text, check_one_in=0)

@@ -29,7 +29,7 @@ REMOTE_THREADS = 16
 OPENING_THREADS = 64
 
 
-def threads(*, waits: bool = False) -> int:
+def block_threads(*, waits: bool = False) -> int:
     """How many threads make blocks of a run; ``waits``: most of them wait for what comes over a network."""
     return REMOTE_THREADS if waits else max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))
 

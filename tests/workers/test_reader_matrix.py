@@ -111,9 +111,7 @@ def test_kills_for_memory_are_waited_for_and_count_against_no_document(
     monkeypatch.setenv("FAULTY_NODE", "slow")
     monkeypatch.setenv("RAY_task_oom_retries", "0")
     # What is killed may have its CPU for a moment still.
-    said = (
-        r"for 15 s: asked again: its node had no memory left, .* killed(; no CPU is free for a task of 1 CPU)?; look"
-    )
+    said = r"for 15 s: asked again: its node had no memory left, .* killed(; no CPU is free for a task of 1 CPU)?; look"
     with ray_cluster({}) as cluster, reading(cluster, timeout_s=15) as readers, pytest.raises(SourceError, match=said):
         samples(order_of(folder, DOCUMENT), readers)
 
