@@ -29,8 +29,6 @@ from tokenloom_server.workers.cluster.tasks import answered, lost_by, on_each
 #: Seconds between looks at what is free, and between tries where Ray refuses.
 TICK_S = 0.5
 PAUSE_S = 2.0
-#: Ray's label of a node.
-NODE_ID = "ray.io/node-id"
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ class Child:
         self._ray = ray
         self._needs = needs
         self._late_s = late_s
-        self._task = ray.remote(max_retries=0, **needs.options())(worker.answer)
+        self._task = ray.remote(max_retries=0)(worker.answer)
         self._described: dict[str, worker.Described] = {}
         self._requests: dict[int, asyncio.Task[None]] = {}
 
@@ -107,8 +105,7 @@ class Child:
         refused_by = set[str]()
 
         def begin(_: int, apart: bool) -> Any:
-            elsewhere = {NODE_ID: f"!in({','.join(refused_by)})"} if refused_by else None
-            task = self._task.options(label_selector=elsewhere)
+            task = self._task.options(**self._needs.options(refused_by))
             return task.remote(described, replace(request, apart=apart).to_json())
 
         def again(error: Exception | str) -> float:
