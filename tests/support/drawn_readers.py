@@ -7,7 +7,6 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from io import BytesIO
 from unittest.mock import patch
 
 import pyarrow as pa
@@ -61,10 +60,8 @@ class DrawnReaders:
         with patch.object(row_index, "cached", _no_index):
             answer = read(self._orders[machine, asked.order], asked)
         head, batches = answer._replace(work=Work()).encoded()
-        memory = BytesIO()
-        if batches:
-            messages.write(memory, batches)
-        return head, memory.getvalue()
+        memory = bytearray(messages.size_of(batches))
+        return head, bytes(memory[: messages.write(memory, batches)]) if batches else b""
 
     def close(self) -> None:
         """Ends the processes of users' functions."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import mmap
 import os
 import sys
 from dataclasses import replace
@@ -23,12 +24,14 @@ from tokenloom_proto.threads import Background, name_for_kernel
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.workers.cluster.connection import Needs, Node, connect, is_node, nodes
 from tokenloom_server.workers.cluster.readers import messages, worker
-from tokenloom_server.workers.cluster.readers.rows import Request
+from tokenloom_server.workers.cluster.readers.rows import ANSWER_BYTES, Request
 from tokenloom_server.workers.cluster.tasks import answered, lost_by, on_each
 
 #: Seconds between looks at what is free, and between tries where Ray refuses.
 TICK_S = 0.5
 PAUSE_S = 2.0
+#: Bytes of memory for an answer, if it needs no more; of which none is taken before it is written.
+MEMORY_BYTES = 2 * ANSWER_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,9 @@ class Child:
         self._task = ray.remote(max_retries=0)(worker.answer)
         self._described: dict[str, worker.Described] = {}
         self._requests: dict[int, asyncio.Task[None]] = {}
+        #: By name, memory that is shared with the server; and the names of what that one uses no more.
+        self._memory: dict[str, mmap.mmap] = {}
+        self._free: list[str] = []
 
     async def serve(self) -> None:
         """Until the server is gone. Where Ray is lost the process ends, and the server starts another."""
@@ -80,8 +86,11 @@ class Child:
                 tasks.create_task(self._check(described, message["sources"]))
         elif "drop" in message:
             del self._described[message["drop"]]
-        elif request_at_work := self._requests.pop(message["forget"], None):
-            request_at_work.cancel()
+        elif "forget" in message:
+            if request_at_work := self._requests.pop(message["forget"], None):
+                request_at_work.cancel()
+        elif message["free"] in self._memory:  # not that of a process before this one
+            self._free.append(message["free"])
 
     async def _watch(self) -> None:
         """Tells the server whether a CPU is free, until this machine is no node of the cluster any more: a driver does
@@ -128,13 +137,21 @@ class Child:
         self._give(number, head, batches)
 
     def _give(self, number: int, head: str, batches: list[pa.RecordBatch]) -> None:
-        with os.fdopen(os.memfd_create("tokenloom-answer"), "wb") as file:
-            if batches:
-                messages.write(file, batches)
-                file.flush()
-            messages.send(self._server, answer=number, head=head, has_rows=bool(batches))
-            if batches:
-                reduction.send_handle(self._server, file.fileno(), None)
+        # Memory that was used before is ten times cheaper than fresh one.
+        size = messages.size_of(batches)
+        name = next((name for name in self._free if len(self._memory[name]) >= size), "")
+        if is_new := not name:
+            file = os.memfd_create("tokenloom-answer")
+            os.ftruncate(file, max(size, MEMORY_BYTES))
+            name = f"{os.getpid()}-{len(self._memory)}"
+            self._memory[name] = mmap.mmap(file, 0)
+        else:
+            self._free.remove(name)
+        used = messages.write(self._memory[name], batches) if batches else 0
+        messages.send(self._server, answer=number, head=head, memory=name, is_new=is_new, size=used)
+        if is_new:
+            reduction.send_handle(self._server, file, None)
+            os.close(file)
 
 
 def main(arguments: list[str]) -> None:

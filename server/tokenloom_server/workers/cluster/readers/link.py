@@ -21,6 +21,8 @@ from multiprocessing import Pipe, reduction
 from time import monotonic
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from tokenloom_proto.threads import Loop
 
@@ -149,8 +151,10 @@ class RayReaders:
         self.away = self.busy = ""
         #: Guards all of this, and wakes who waits whenever any of it changed.
         self.changed = threading.Condition()
-        #: Messages about requests that nobody holds any more. To add one needs no lock.
+        #: Messages about requests and memory that nobody holds any more. To add one needs no lock.
         self.unused: deque[dict[str, Any]] = deque()
+        #: By name, the memory of answers.
+        self._memory: dict[str, mmap.mmap] = {}
         self._numbers = itertools.count()
         self._tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
         self._counts: weakref.WeakKeyDictionary[RunResources, ReaderCounts] = weakref.WeakKeyDictionary()
@@ -285,6 +289,7 @@ class RayReaders:
             return str((head or {}).get("refused", "the process that speaks to Ray ended; the log above says why"))
         with self.changed:
             self._link, self.nodes, self.away, self.busy = ours, head["up"], "", ""
+            self._memory.clear()
             for described in self._described.values():
                 self._send(**described)
             waiting = [ticket for ticket in self._tickets.values() if ticket.answer is None]
@@ -322,9 +327,9 @@ class RayReaders:
                 ticket.counts.asked_again[ticket.source] += 1
                 ticket.trouble, ticket.is_refused = f"asked again: {message['reason']}", message["is_refused"]
         else:
-            rows = pa.ipc.open_stream(pa.py_buffer(self._memory())) if message["has_rows"] else ()
+            content = self._content(message)
             if ticket := self._tickets.get(message["answer"]):
-                answer = Answer.decoded(message["head"], rows)
+                answer = Answer.decoded(message["head"], pa.ipc.open_stream(content) if len(content) else ())
                 ticket.answer, self.patience_s = answer, self.options.timeout_s
                 ticket.counts.answered(ticket.source, answer)
                 where = f"{ticket.order.name}: source {ticket.alias} on {answer.work.node}"
@@ -333,13 +338,16 @@ class RayReaders:
         while self.unused:
             self._send(**self.unused.popleft())
 
-    def _memory(self) -> mmap.mmap:
-        """What the other process wrote an answer's rows to; it goes with the last of them."""
-        file = reduction.recv_handle(self._link)
-        try:
-            return mmap.mmap(file, 0, prot=mmap.PROT_READ)
-        finally:
+    def _content(self, message: dict[str, Any]) -> npt.NDArray[np.uint8]:
+        """The bytes of an answer, where the other process wrote them; that one hears of it once they are unused."""
+        name = message["memory"]
+        if message["is_new"]:
+            file = reduction.recv_handle(self._link)
+            self._memory[name] = mmap.mmap(file, 0, prot=mmap.PROT_READ)
             os.close(file)
+        content = np.frombuffer(self._memory[name], np.uint8, message["size"])
+        weakref.finalize(content, self.unused.append, {"free": name}).atexit = False
+        return content
 
     def _begin_again(self) -> None:
         """Another process in place of one that ended."""
