@@ -32,7 +32,7 @@ from tokenloom_server.order.segments import measured_ahead
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.past_states import PastStates
+from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.streams import Streams
 from tokenloom_server.run.timeouts import Timeouts
 
@@ -72,7 +72,7 @@ class RunStarter:
         mixture: RunConfig,
         origin: MixtureOrigin,
         reason: Reason | None,
-        other: Callable[[str], PastStates | None],
+        other: Callable[[str], ResumePoints | None],
     ) -> tuple[ServedRun, MixtureChange | None]:
         """A run that is still to be led, and the change that its mixture asks for: a new run is recorded, a known one
         compared with its record. ``other`` finds another run of the server, for forks.

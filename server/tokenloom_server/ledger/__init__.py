@@ -17,5 +17,5 @@ Who writes, and what a write has to name:
 | Commit, ThinJournal | ``run.committer`` | server epoch; a commit its generation, too |
 | Revise, DropRevisions | ``run.revise`` | server epoch |
 | Pin | ``run.pins`` | server epoch |
-| SaveSnapshot | ``replay.saved_snapshots`` | the run's uid: it changes neither the committed state nor the lease |
+| SaveSnapshot | ``run.snapshots`` | the run's uid: it changes neither the committed state nor the lease |
 """

@@ -11,6 +11,8 @@ from functools import cache, cached_property, partial
 from itertools import count, zip_longest
 from typing import Any, NamedTuple
 
+from tokenloom_proto.seal import canonical
+
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core import caller
 from tokenloom_server.core.state import State, passed_over
@@ -102,6 +104,22 @@ class Timeline:
         same = tuple(revisions) == self.revisions
         return self if same else Timeline(self.first, revisions, self.origin, self.clock_offset)
 
+    def skipping(self, skips: Sequence[tuple[int, int]], sample_index: int, made_at: float = 0.0) -> Timeline:
+        """The timeline where these, and no others, are passed over, by a revision at a sample index."""
+        revision = StoredRevision(
+            number=len(self.revisions) + 1,
+            sample_index=sample_index,
+            made_at=made_at,
+            author="",
+            reason="a restore",
+            content=canonical(skip_content(dict(skips))),
+        )
+        return self.with_revisions((*self.revisions, revision))
+
+    def before_skip(self, sample_index: int) -> Timeline:
+        """The timeline where nothing is passed over at a sample index."""
+        return self.skipping([skip for skip in self.skips.items() if skip[0] != sample_index], sample_index)
+
     def with_origin(self, origin: Origin | None) -> Timeline:
         """The timeline of a run that was forked, or was not."""
         return self if origin == self.origin else Timeline(self.first, self.revisions, origin, self.clock_offset)
@@ -146,7 +164,7 @@ class Timeline:
             return replace(self.at(0).initial(), total_tokens=self.clock_offset, clock_offset=self.clock_offset)
         if origin.state:
             return self.decode(origin.state)
-        # Of use for figures alone: nobody can begin there (see ``PastStates.beginning``).
+        # Of use for figures alone: nobody can begin there (see ``ResumePoints.beginning``).
         return replace(
             self.at(0).initial(),
             sample_index=origin.sample_index,

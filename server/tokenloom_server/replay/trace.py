@@ -22,10 +22,9 @@ from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.documents import by_source, explain
 from tokenloom_server.replay.evaluation import Evaluations
-from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.stream_samples import StreamSamples
 from tokenloom_server.reports.trace import Status, TracedMicroStep, TracedRank, TracedSample
-from tokenloom_server.run.lineage import covering, lineage
+from tokenloom_server.run.past import Past, covering, lineage
 from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
@@ -184,7 +183,7 @@ class Traces:
     def _openings(self, generation: int | None) -> tuple[Sequence[Opening], Opening]:
         """The openings of all generations, and of the given one (None: the present one)."""
         self._coordinator.require_lead()
-        openings = self._past.states.openings()
+        openings = self._past.openings()
         if not openings:
             raise BeyondHorizon(f"run {self._coordinator.name!r} has delivered nothing yet: no trainer has joined it")
         return openings, next(lineage(openings, generation))
@@ -241,7 +240,7 @@ class Traces:
             pick = timeline.at(first).config.pick_samples
             begin = first - first % pick
             state = past.forward(
-                nearest.state, begin, timeline, nearest.generation, lambda: time.monotonic() > deadline
+                nearest.state, begin, timeline, nearest.generation, out_of_time=lambda: time.monotonic() > deadline
             )
             replay = Replay(timeline, state)
             traced: dict[int, TracedSample] = {}

@@ -82,7 +82,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         """
         served = backend.runs.get(run)
         with audit.pinning(served):
-            return served.start_points.restore(text=request.snapshot, **request.model_dump(exclude={"snapshot"}))
+            return served.restores.restore(text=request.snapshot, **request.model_dump(exclude={"snapshot"}))
 
     @routes.add("DELETE", "/v1/runs/{run}/restore", Scope.CONTROL, errors=(409, 500), tags=["snapshots"])
     def cancel_restore(run: RunName) -> NextLaunch:
@@ -92,7 +92,7 @@ def add_routes(routes: Routes, backend: Backend) -> None:
         """
         served = backend.runs.get(run)
         with audit.pinning(served):
-            return served.start_points.cancel()
+            return served.restores.cancel()
 
     @routes.add("POST", "/v1/runs/{run}/fork", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
     def fork(run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]) -> NextLaunch:

@@ -82,4 +82,4 @@ def add_routes(routes: Routes, backend: Backend) -> None:
 
         The sealed text itself, unchanged: its checksum covers these bytes.
         """
-        return Response(runs.get(run).past_states.saved(snapshot_id), media_type="application/json")
+        return Response(runs.get(run).snapshots.saved(snapshot_id), media_type="application/json")
