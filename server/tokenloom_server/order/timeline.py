@@ -15,7 +15,7 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core import caller
-from tokenloom_server.core.state import State, passed_over
+from tokenloom_server.core.state import MAX_COUNTER, State, passed_over
 from tokenloom_server.errors import BeyondHorizon, ServerStopping, SnapshotInvalid
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import snapshot, snapshot_checks, snapshot_encode, state_shape
@@ -138,6 +138,11 @@ class Timeline:
     def at(self, sample_index: int) -> PipelineFactory:
         """What makes the sample at an index."""
         return self._segment(sample_index).factory
+
+    def segment_end(self, sample_index: int) -> int:
+        """Where the segment of a sample ends."""
+        after = bisect_right(self._begins, sample_index)
+        return self._begins[after] if after < len(self._begins) else MAX_COUNTER
 
     def tokens_at(self, sample_index: int) -> int:
         """The run's total tokens before the sample at an index."""

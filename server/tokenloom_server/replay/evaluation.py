@@ -139,9 +139,9 @@ class Evaluations:
         with self._lock:
             self._stopping = True
             streams = list(self._samples.values())
-            self._pool.shutdown(wait=False, cancel_futures=True)
         for stream in streams:
             stream.stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _find(self, call: EvaluationCall) -> StreamSamples:
         self._coordinator.require_lead()
@@ -158,9 +158,7 @@ class Evaluations:
                     factory = self.streams.factory(call.stream)
                 except ConfigError as error:
                     raise JoinRefused(f"stream {call.stream!r} cannot be opened: {error}") from None
-                stream = self._samples[call.stream] = StreamSamples(
-                    call.stream, factory, self._pool, self._require_room, self._add_bytes
-                )
+                stream = self._samples[call.stream] = StreamSamples(call.stream, factory, self._pool, self._take_room)
         step_bytes = call.batch_size * stream.factory.form.sample_bytes
         if call.batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
@@ -169,18 +167,15 @@ class Evaluations:
             )
         return stream
 
-    def _require_room(self, size: int) -> None:
+    def _take_room(self, size: int) -> None:
         with self._lock:
-            if self._bytes + size <= MAX_KEPT_BYTES:
+            if size <= 0 or self._bytes + size <= MAX_KEPT_BYTES:
+                self._bytes += size
                 return
         raise LimitExceeded(
             f"the samples that run {self._coordinator.name!r} is evaluated on would have more than {MAX_KEPT_BYTES} "
             "bytes, and the server keeps them in memory: ask for fewer (samples=)"
         )
-
-    def _add_bytes(self, size: int) -> None:
-        with self._lock:
-            self._bytes += size
 
     def _forget(self, stream: StreamSamples) -> None:
         """Makes room: who asked for too much gets nothing of it."""

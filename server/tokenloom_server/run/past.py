@@ -241,23 +241,26 @@ class Past:
             self._refuse_when_stopping()
             raise
 
+    def in_turns(self, made: Iterator[_T]) -> Iterator[_T]:
+        """What an iterator gives, each made in its turn. Raises ``ServerStopping``, and what the iterator does."""
+        while (one := self.turn(partial(next, made, None))) is not None:
+            yield one
+
     def forward(
         self,
-        state: State,
+        replay: Replay,
         index: int,
-        timeline: Timeline,
-        generation: int | None = None,
         *,
+        generation: int | None = None,
         at_once: bool = False,
         out_of_time: Callable[[], bool] = lambda: False,
     ) -> State:
-        """Goes forward from a state to a sample index; not all the way where the data end. In turns with all others;
-        ``at_once``: on this thread, as soon as nobody else does.
+        """Has a replay go to a sample index, and returns the state there; not all the way where the data end. In turns
+        with all others; ``at_once``: on this thread, as soon as nobody else does.
 
         ``generation``: the one in whose line that is. How far it came is remembered then, also where it gives up since
         the caller has gone, or it is ``out_of_time``: who asks again, or near by, goes on from there.
         """
-        replay = Replay(timeline, state)
         if replay.is_before(index):
             with self._at_once if at_once else nullcontext(), self._reported(replay, index) as report:
                 while replay.is_before(index) and not (caller.has_gone() or out_of_time()):
@@ -265,7 +268,7 @@ class Past:
                     turn = partial(replay.turn, index)
                     turn() if at_once else self.turn(turn)
         if generation is not None:
-            self.remember(generation, replay.state(), timeline)
+            self.remember(generation, replay.state(), replay.timeline)
         if replay.is_before(index):
             raise ServerStopping(
                 f"nobody waits any more for sample {index}, and {replay.sample_index} is reached; ask again"
@@ -280,7 +283,7 @@ class Past:
         self.coordinator.require_lead()
         with self.admitted():
             nearest = self.nearest(index)
-            state = self.forward(nearest.state, index, nearest.timeline, nearest.generation)
+            state = self.forward(Replay(nearest.timeline, nearest.state), index, generation=nearest.generation)
             if state.sample_index < index:
                 raise beyond_the_end(index, state.sample_index)
             return nearest.generation, state

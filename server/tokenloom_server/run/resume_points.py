@@ -13,6 +13,7 @@ from tokenloom_server.errors import NotFound, SnapshotInvalid, SourceError, Toke
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.planner import Planner
@@ -119,7 +120,8 @@ class ResumePoints:
         timeline = timeline.with_clock(base.clock_offset)
         check_cursors(timeline, base)
         refuse_beyond_data(timeline, base, point.sample_index)
-        state = self.past.forward(timeline.settled(base), point.sample_index, timeline, at_once=not in_turn)
+        replay = Replay(timeline, timeline.settled(base))
+        state = self.past.forward(replay, point.sample_index, at_once=not in_turn)
         if state.sample_index != point.sample_index:
             raise SnapshotInvalid(
                 f"the state to resume from is at sample {point.sample_index}, but the data end at sample "

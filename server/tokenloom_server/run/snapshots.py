@@ -20,7 +20,7 @@ from tokenloom_server.errors import (
 from tokenloom_server.ledger.commands import SaveSnapshot
 from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.order import snapshot_encode
-from tokenloom_server.order.replay import beyond_the_end
+from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import SnapshotInfo
 from tokenloom_server.run.past import Past, covering, lineage
@@ -140,7 +140,7 @@ class Snapshots:
         return self.seal(state, opening.generation, timeline.encode(base, opening.generation))
 
     def _forward(self, state: State, index: int, timeline: Timeline) -> State:
-        return self._past.forward(state, index, timeline, at_once=True)
+        return self._past.forward(Replay(timeline, state), index, at_once=True)
 
     # --- in the ledger -----------------------------------------------------------------------------
 
