@@ -16,6 +16,7 @@ from tokenloom_server.replay.receipts import Receipts
 from tokenloom_server.replay.trace import Traces
 from tokenloom_server.reports.receipt import RevisionInfo
 from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.evaluation_streams import EvaluationStreams
 from tokenloom_server.run.fork import ForkHandler
 from tokenloom_server.run.history_reader import HistoryReader
 from tokenloom_server.run.join import JoinHandler
@@ -27,7 +28,6 @@ from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.revise import Mixture, RevisionHandler, revision_info
 from tokenloom_server.run.snapshots import Snapshots
 from tokenloom_server.run.stats import StatsReader
-from tokenloom_server.run.streams import Streams
 
 
 class ServedRun:
@@ -36,7 +36,7 @@ class ServedRun:
     def __init__(
         self,
         coordinator: RunCoordinator,
-        streams: Streams,
+        streams: EvaluationStreams,
         other: Callable[[str], ResumePoints | None],
         origin: MixtureOrigin,
         config: RunConfig,

@@ -23,7 +23,7 @@ from tokenloom_server.order.steps import PADDING
 from tokenloom_server.replay.stream_samples import Sample, StreamSamples
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import EndOfData, Waiting
-from tokenloom_server.run.streams import Streams
+from tokenloom_server.run.evaluation_streams import EvaluationStreams
 
 #: Of all streams of a run together, the bytes of samples that are kept.
 MAX_KEPT_BYTES = 2**28
@@ -82,7 +82,7 @@ class Slice(NamedTuple):
 class Evaluations:
     """All evaluations of one run. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, streams: Streams) -> None:
+    def __init__(self, coordinator: RunCoordinator, streams: EvaluationStreams) -> None:
         self._coordinator = coordinator
         self.streams = streams
         self._lock = threading.Lock()
