@@ -19,7 +19,6 @@ from tokenloom_proto.threads import pool
 from tokenloom_server.core import caller
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, LimitExceeded, NotFound, OrderMismatch, ServerStopping
-from tokenloom_server.order.steps import PADDING
 from tokenloom_server.replay.stream_samples import Sample, StreamSamples
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import EndOfData, Waiting
@@ -57,26 +56,24 @@ class Slice(NamedTuple):
     #: By micro-step, over all ranks: real tokens and labels.
     real: Sequence[tuple[int, int]]
     rank: int
-    #: By micro-step and place in the batch; None for padding.
-    samples: Sequence[Sample | None]
-    #: What stands for padding.
-    padding: bytes
+    #: By micro-step and place in the batch.
+    samples: Sequence[Sample]
 
     @property
     def ids(self) -> bytes:
         """All samples', one after the other."""
-        return b"".join(self.padding if sample is None else sample.ids for sample in self.samples)
+        return b"".join(sample.ids for sample in self.samples)
 
     @property
     def source_ids(self) -> list[int]:
         """By micro-step and place in the batch."""
-        return [PADDING if sample is None else sample.source_id for sample in self.samples]
+        return [sample.source_id for sample in self.samples]
 
     @property
     def starts(self) -> tuple[list[int], list[int]]:
         """How many documents begin in each sample, and their places there."""
-        starts = [[] if sample is None else sample.starts.tolist() for sample in self.samples]
-        return list(map(len, starts)), [start for of_one in starts for start in of_one]
+        starts = [sample.starts.tolist() for sample in self.samples]
+        return list(map(len, starts)), [start for own in starts for start in own]
 
 
 class Evaluations:
@@ -263,10 +260,7 @@ class Evaluation:
         end = min(total, begin + self._message_steps * step, max(self._credit, begin + step))
         begins = range(begin, end, step)
         ends = [min(first + step, total) for first in begins]
-        samples: list[Sample | None] = []
-        for first in begins:
-            own = range(first + call.rank * call.batch_size, first + (call.rank + 1) * call.batch_size)
-            samples += [stream.sample(i) if i < total else None for i in own]
+        places = [first + call.rank * call.batch_size + place for first in begins for place in range(call.batch_size)]
         self._index = ends[-1]
         return Slice(
             begin=begin,
@@ -276,8 +270,7 @@ class Evaluation:
             digests=[digest_hex(stream.sample(end - 1).digest) for end in ends],
             real=[stream.real(first, end) for first, end in zip(begins, ends, strict=True)],
             rank=call.rank,
-            samples=samples,
-            padding=bytes(stream.factory.form.sample_bytes),
+            samples=[stream.sample(i) if i < total else stream.padding for i in places],
         )
 
     def _check_digest(self, total: int) -> None:

@@ -16,7 +16,7 @@ from tokenloom_server.core.state import State
 from tokenloom_server.errors import ServerStopping, TokenloomError
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay
-from tokenloom_server.order.steps import StepGroup
+from tokenloom_server.order.steps import PADDING, StepGroup
 from tokenloom_server.order.timeline import Timeline
 
 _log = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ class StreamSamples:
         self._take_room = take_room
         self._changed = threading.Condition()
         self._samples: list[Sample] = []
+        #: What a rank gets where there is no sample for it.
+        self.padding = Sample(bytes(factory.form.sample_bytes), PADDING, np.empty(0, np.uint32), 0, (0, 0), 0)
         #: The newest turn: who waits for it gets its error.
         self._turn: Future[None] | None = None
         self._ended = False

@@ -107,7 +107,7 @@ class ResumePoints:
         """The timeline of an opening at a Unix time that takes a pin: the run's, perhaps with a revision more."""
         if pin is None or pin.skips is None:
             return self.timeline
-        return self.timeline.skipping(pin.skips, self.parse(pin.snapshot).sample_index, made_at)
+        return self.timeline.skipping(pin.skips, pin.sample_index, made_at)
 
     def forward(self, point: ResumePoint, timeline: Timeline | None = None, *, in_turn: bool = False) -> State:
         """The state at a resume point, after what is passed over there. Raises ``SnapshotInvalid`` where going forward
@@ -118,8 +118,8 @@ class ResumePoints:
         timeline = timeline or self.timeline
         base = point.base or timeline.with_clock(0).initial()
         timeline = timeline.with_clock(base.clock_offset)
-        check_cursors(timeline, base)
-        refuse_beyond_data(timeline, base, point.sample_index)
+        _check_cursors(timeline, base)
+        _refuse_beyond_data(timeline, base, point.sample_index)
         replay = Replay(timeline, timeline.settled(base))
         state = self.past.forward(replay, point.sample_index, at_once=not in_turn)
         if state.sample_index != point.sample_index:
@@ -158,7 +158,7 @@ class ResumePoints:
         return begin is not None and digest_hex(begin.digest) == point.digest
 
 
-def refuse_beyond_data(timeline: Timeline, state: State, index: int) -> None:
+def _refuse_beyond_data(timeline: Timeline, state: State, index: int) -> None:
     """Raises ``SnapshotInvalid`` where a far sample index cannot be reached from a state, by the size of the data."""
     if index - state.sample_index <= FAR_SAMPLES:
         return
@@ -173,7 +173,7 @@ def refuse_beyond_data(timeline: Timeline, state: State, index: int) -> None:
         )
 
 
-def check_cursors(timeline: Timeline, state: State) -> None:
+def _check_cursors(timeline: Timeline, state: State) -> None:
     """Raises ``SnapshotInvalid`` naming the field of ``resume_state``, its value, and what the source has."""
     factory = timeline.at(state.sample_index)
     # A revision, or the run that this one was forked from, may have had more epochs than there are from now on.
