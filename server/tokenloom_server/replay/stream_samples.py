@@ -83,7 +83,8 @@ class StreamSamples:
                 if self._ended or len(self._samples) >= count:
                     return True
                 if self._turn is None or self._turn.done():
-                    # After an error, too: who asks again tries again, a file may be back.
+                    # After an error, too: who asks again tries again, a file may be back. It needs the lock, so it is
+                    # not done before this thread waits.
                     self._turn = self._pool.submit(self._make, count)
                     self._turn.add_done_callback(lambda _: self.wake())
                 turn = self._turn

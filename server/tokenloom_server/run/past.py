@@ -23,7 +23,7 @@ from tokenloom_proto.threads import pool
 from tokenloom_server.core import caller
 from tokenloom_server.core.state import MAX_COUNTER, Imported, State
 from tokenloom_server.errors import BeyondHorizon, NotFound, ServerStopping, TooManyPeeks
-from tokenloom_server.ledger.records import Opening
+from tokenloom_server.ledger.records import JournalEntry, Opening
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
@@ -181,25 +181,26 @@ class Past:
 
         Raises ``SnapshotInvalid`` where it came there under a revision that was dropped since.
         """
-        coordinator = self.coordinator
-        last = coordinator.ledger.journal(coordinator.uid, coordinator.stream, generation, MAX_COUNTER)
+        last = self._journal(generation, MAX_COUNTER)
         if last is None:
             return 0
         timeline.decode(last.state)
-        earlier = max(0, last.sample_index - 1)
-        before = coordinator.ledger.journal(coordinator.uid, coordinator.stream, generation, earlier)
+        before = self._journal(generation, max(0, last.sample_index - 1))
         # Every second entry may have gone since, the newest too.
         return last.sample_index + 2 * (last.sample_index - (before or last).sample_index)
 
     def journalled(self, opening: Opening, index: int, timeline: Timeline) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""
-        coordinator = self.coordinator
-        start = timeline.decode(opening.start_state)
-        entry = coordinator.ledger.journal(coordinator.uid, coordinator.stream, opening.generation, index)
+        start, entry = timeline.decode(opening.start_state), self._journal(opening.generation, index)
         if entry is None:
             return start
         journalled = timeline.decode(entry.state)
         return journalled if start.sample_index < journalled.sample_index <= index else start
+
+    def _journal(self, generation: int, index: int) -> JournalEntry | None:
+        """The newest entry of a generation at or before a sample index."""
+        coordinator = self.coordinator
+        return coordinator.ledger.journal(coordinator.uid, coordinator.stream, generation, index)
 
     def remember(self, generation: int, state: State, timeline: Timeline) -> None:
         """Keeps a state of a generation's line to go forward from, as long as no revision changes its timeline."""

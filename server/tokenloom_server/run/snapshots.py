@@ -21,7 +21,6 @@ from tokenloom_server.ledger.commands import SaveSnapshot
 from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.order import snapshot_encode
 from tokenloom_server.order.replay import Replay, beyond_the_end
-from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import SnapshotInfo
 from tokenloom_server.run.past import Past, covering, lineage
 from tokenloom_server.run.sizing import batch_plans_of
@@ -64,7 +63,7 @@ class Snapshots:
 
     def to_restore(self, sample_index: int, before_skip: bool) -> str:
         """The snapshot at a sample index; ``before_skip``: of the state before what the run passes over there. Raises
-        what ``snapshot`` does."""
+        what ``at`` does."""
         timeline = self._coordinator.timeline
         if not before_skip or sample_index not in timeline.skips:
             return self.at(sample_index)[0]
@@ -73,7 +72,7 @@ class Snapshots:
                 continue
             base = self._past.journalled(opening, sample_index - 1, timeline)
             if sample_index not in [skip.sample_index for skip in base.skips]:
-                state = self._forward(base, sample_index, timeline.before_skip(sample_index))
+                state = self._forward(Replay(timeline.before_skip(sample_index), base), sample_index)
                 return self.seal(state, opening.generation, timeline.encode(base, opening.generation))
         raise BeyondHorizon(
             f"the ledger has no state from before the skip at sample {sample_index}: restore to a trainer's state from "
@@ -101,7 +100,7 @@ class Snapshots:
             state = group.state_after(steps - 1) if steps else group.base
             text = self.seal(state, generation.number, group.resume_state)
         elif index == commit.sample_index:
-            state = self._forward(view.timeline.decode(commit.state), index, view.timeline)
+            state = self._forward(Replay(view.timeline, view.timeline.decode(commit.state)), index)
             if (digest := digest_hex(state.digest)) != commit.digest:
                 raise OrderMismatch(
                     f"sample {index} is committed with digest {commit.digest}, but going forward to it gives "
@@ -131,16 +130,15 @@ class Snapshots:
         opening = covering(openings, index)
         if opening is None:
             raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
-        boundary = batch_plans_of(opening).boundary(index)
-        timeline = self._coordinator.timeline
-        base = self._forward(self._past.journalled(opening, boundary, timeline), boundary, timeline)
-        state = self._forward(base, index, timeline)
+        boundary, timeline = batch_plans_of(opening).boundary(index), self._coordinator.timeline
+        replay = Replay(timeline, self._past.journalled(opening, boundary, timeline))
+        base, state = self._forward(replay, boundary), self._forward(replay, index)
         if state.sample_index != index:
             raise beyond_the_end(index, state.sample_index)
         return self.seal(state, opening.generation, timeline.encode(base, opening.generation))
 
-    def _forward(self, state: State, index: int, timeline: Timeline) -> State:
-        return self._past.forward(Replay(timeline, state), index, at_once=True)
+    def _forward(self, replay: Replay, index: int) -> State:
+        return self._past.forward(replay, index, at_once=True)
 
     # --- in the ledger -----------------------------------------------------------------------------
 
