@@ -58,11 +58,14 @@ class Restores:
             elif sample_index is not None:
                 text = self._points.snapshots.to_restore(sample_index, undo_skip)
             assert text is not None
+            point, stored = self._points.parse(text), run.ledger.read_run(run.name, run.stream)
+            if stored is not None:
+                self._points.refuse_foreign(point, stored)
             pin = self.proven(text, skip_samples, skip_tokens, undo_skip)
             # Going forward takes its time: an opening, or a revision, may have changed what the run passes over.
             if run.pins.set(pin, timeline):
                 break
-        for note in self._points.parse(text).notes:
+        for note in point.notes:
             _log.info("%s: %s", run.name, note)
         _log.info("%s: the next generation starts at sample %d (pinned)", run.name, pin.sample_index)
         for change in skip_content(dict(pin.skips))["changes"] if pin.skips is not None else ():
@@ -102,17 +105,13 @@ class Restores:
         Raises ``SnapshotInvalid``, ``BeyondHorizon`` where the data end among the samples to skip, and ``ConfigError``
         where there is nothing to undo.
         """
-        points, run = self._points, self._coordinator
-        point = points.parse(text)
-        stored = run.ledger.read_run(run.name, run.stream)
-        if stored is not None:
-            points.refuse_foreign(point, stored)
+        points, timeline = self._points, self._coordinator.timeline
+        point, known = points.parse(text), timeline.skips
         index = point.sample_index
         skipped = self._whole_samples(index, skip_samples, skip_tokens)
-        known = run.timeline.skips
         if point.digest is None:
             # Of an older payload that only counts samples: what it stands for is known now.
-            state = points.forward(point, run.timeline.before_skip(index), in_turn=True)
+            state = points.forward(point, timeline.before_skip(index), in_turn=True)
             text = self._points.snapshots.seal(state, point.generation, uid=point.run_uid)
             point = points.parse(text)
         skips = skips_after(dict(point.passed) if undo_skip else known, index, skipped)
