@@ -27,11 +27,10 @@ from tokenloom_server.order import size_estimates
 from tokenloom_server.order.snapshot_document import MAX_BYTES as MAX_SNAPSHOT_BYTES
 from tokenloom_server.planning import picture, segments
 from tokenloom_server.prepare import shards
-from tokenloom_server.replay import past
 from tokenloom_server.replay import peek as peeking
 from tokenloom_server.replay import trace as tracing
 from tokenloom_server.reports import trace as traced
-from tokenloom_server.run import losses
+from tokenloom_server.run import losses, past
 from tokenloom_server.run.join_call import MAX_STEP_BYTES, MAX_WORLD_SIZE
 from tokenloom_server.run.past import MAX_PEEKS
 from tokenloom_server.run.restore import MAX_SKIPPED_TOKENS
