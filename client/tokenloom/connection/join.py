@@ -239,6 +239,11 @@ def _check(answer: wire.JoinResponse, request: Request) -> None:
         )
 
 
+def _form(answer: wire.JoinResponse) -> SampleForm:
+    end_of_text_id = answer.end_of_text_id if answer.HasField("end_of_text_id") else None
+    return SampleForm(answer.sequence_length, answer.vocab_size, answer.pad_id, end_of_text_id)
+
+
 def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
     _check(answer, request)
     of_rows = answer.global_batch_size > 0
@@ -252,12 +257,7 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
         facts=RunFacts(
             generation=answer.generation,
             start_index=answer.start_index,
-            form=SampleForm(
-                answer.sequence_length,
-                answer.vocab_size,
-                answer.pad_id,
-                answer.end_of_text_id if answer.HasField("end_of_text_id") else None,
-            ),
+            form=_form(answer),
             labels="shifted" if answer.labels == wire.LABELS_SHIFTED else "same",
             rows=of_rows,
             batch_size=first.batch_size,

@@ -90,6 +90,20 @@ class _Answers:
             **({"packing": "best_fit"} if CONVERSATIONS in {each.spec.column for each in sources.values()} else {}),
         }
 
+    def sources(self, candidates: Sequence[Candidate]) -> Mapping[str, Candidate]:
+        """The sources by their aliases, with their columns. Raises ``ConfigError``."""
+        names = _aliases(candidates)
+        unknown = {text.rpartition("=")[0] for text in self.column or ()} - {"", *names}
+        if unknown:
+            raise ConfigError(
+                f"--column {min(unknown)}=…: no source has this alias; expected one of {', '.join(names)}"
+            )
+        columns = map(self.column_of, candidates, names)
+        return {
+            alias: replace(each, spec=replace(each.spec, column=column))
+            for alias, each, column in zip(names, candidates, columns, strict=True)
+        }
+
     def column_of(self, candidate: Candidate, alias: str) -> str:
         """Which column of a source is read. Raises ``ConfigError`` where that does not show."""
         if CONVERSATIONS in candidate.columns and not {*COLUMNS} & {*candidate.columns}:
@@ -103,6 +117,15 @@ class _Answers:
             missing=f"{alias}: found no single column to read: its columns are {', '.join(candidate.columns)}, and "
             f"{' and '.join(usual) or 'none'} may be meant; give --column {alias}=NAME (NAME.KEY within an object)",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the sources hold, by alias, as far as samples of them tell."""
+
+    vocab_size: int
+    documents: Mapping[str, int]
+    tokens: Mapping[str, int]
 
 
 @given_up_soon()
@@ -127,25 +150,11 @@ def init(
     from tokenloom_server.storage.drafts import write_whole
     from tokenloom_server.tokenizer.files import tokenizer_files
 
-    if output.is_dir() or not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: expected a file, in a folder that exists; make that first")
-    if output.name == SCHEMA_FILE:
-        raise ConfigError(f"--output {output}: the schema for editors has this name; give another one")
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
-    for path in (output, schema):
-        if path.exists() and not force and path.read_bytes() != schema_content.encode():
-            raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
+    _check_output(output, schema, schema_content, force)
     base_dir, catalog = output.resolve().parent, environment_catalog()
     survey = _survey(places, base_dir, sources_of(catalog))
-    names = _aliases(survey.candidates)
-    unknown = {text.rpartition("=")[0] for text in answers.column or ()} - {"", *names}
-    if unknown:
-        raise ConfigError(f"--column {min(unknown)}=…: no source has this alias; expected one of {', '.join(names)}")
-    columns = map(answers.column_of, survey.candidates, names)
-    sources: Mapping[str, Candidate] = {
-        alias: replace(each, spec=replace(each.spec, column=column))
-        for alias, each, column in zip(names, survey.candidates, columns, strict=True)
-    }
+    sources = answers.sources(survey.candidates)
     fields = answers.fields(Path(places[0]).resolve(), base_dir, sources)
 
     def text_of(sources: Mapping[str, Candidate], measured: Measured | None = None) -> tuple[str, RunConfig]:
@@ -178,15 +187,6 @@ def init(
     print_document(_NEXT.format(mixture=shlex.quote(str(output)), run=fields["run"]))
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What the sources hold, by alias, as far as samples of them tell."""
-
-    vocab_size: int
-    documents: Mapping[str, int]
-    tokens: Mapping[str, int]
-
-
 def _looked_into(
     sources: Mapping[str, Candidate],
     run_of: Callable[[Mapping[str, Candidate]], RunConfig],
@@ -216,6 +216,16 @@ def _looked_into(
         {alias: curve.epoch_rows for alias, curve in curves.items()},
         {alias: curve.epoch_tokens for alias, curve in curves.items()},
     )
+
+
+def _check_output(output: Path, schema: Path, schema_content: str, force: bool) -> None:
+    if output.is_dir() or not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: expected a file, in a folder that exists; make that first")
+    if output.name == SCHEMA_FILE:
+        raise ConfigError(f"--output {output}: the schema for editors has this name; give another one")
+    for path in (output, schema):
+        if path.exists() and not force and path.read_bytes() != schema_content.encode():
+            raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
 
 
 def _survey(places: Sequence[str], base_dir: Path, catalog: SourceCatalog) -> Survey:
