@@ -65,12 +65,13 @@ class MegatronSamples(MegatronSource):
         values = ids.numbers(0, ids.count)[_ranges(starts, lengths)]
         return arrays.lists(np.append(0, np.cumsum(lengths))[np.append(firsts, lasts[-1])], pa.array(values))
 
-    def _array(self, place: int) -> npt.NDArray[Any]:
+    def _array(self, place: int) -> npt.NDArray[np.int64]:
         """A cached array, mapped."""
         shard = self._shards[place]
         with self._open(shard) as file:
             try:
-                return np.load(flat_ids.local(file).path, mmap_mode="r", allow_pickle=False)
+                array: npt.NDArray[np.int64] = np.load(flat_ids.local(file).path, mmap_mode="r", allow_pickle=False)
+                return array
             except (ValueError, EOFError) as error:
                 raise SourceError(f"{self._where(shard)} is no array of numpy: {error}; copy it again") from None
 
