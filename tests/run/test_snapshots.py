@@ -31,19 +31,19 @@ def test_a_snapshot_at_every_index_is_what_a_client_writes_there_before_and_afte
         # In memory: what was produced and not yet dropped.
         for index in range(trainer.index, trainer.index + 7, 3):
             if index <= 174 - (last_micro_step == "drop" and batch_size is SCHEDULE):
-                fresh.setdefault(index, served.past_states.snapshot(index)[0])
+                fresh.setdefault(index, served.snapshots.at(index)[0])
     trainer.settle()
     assert list(written)[-1] == (175 if last_micro_step == "pad" else 174)
     for index, text in written.items():
-        assert served.past_states.snapshot(index) == (text.decode(), index)
+        assert served.snapshots.at(index) == (text.decode(), index)
         assert fresh.get(index, text.decode()) == text.decode()
-    assert served.past_states.snapshot(None)[0] == trainer.state().decode()
+    assert served.snapshots.at(None)[0] == trainer.state().decode()
     # Indices within a step, too: no client stands there, but a restore may.
-    every = [served.past_states.snapshot(index)[0] for index in range(0, 175, 7)]
+    every = [served.snapshots.at(index)[0] for index in range(0, 175, 7)]
     again = place.restart()
     for index, text in list(written.items())[::3]:
-        assert again.past_states.snapshot(index) == (text.decode(), index)
-    assert [again.past_states.snapshot(index)[0] for index in range(0, 175, 7)] == every
+        assert again.snapshots.at(index) == (text.decode(), index)
+    assert [again.snapshots.at(index)[0] for index in range(0, 175, 7)] == every
 
 
 def test_a_past_index_of_a_generation_that_the_ledger_lost_is_told_as_its_loss(place: Place, trainer: Trainer) -> None:
@@ -52,7 +52,7 @@ def test_a_past_index_of_a_generation_that_the_ledger_lost_is_told_as_its_loss(p
     with contextlib.closing(sqlite3.connect(place.ledger_path)) as connection, connection:
         connection.execute("DELETE FROM openings")
     with pytest.raises(LedgerRolledBack, match=r"is at generation 1, but .* has no opening of it: it lost data"):
-        trainer.ranks[0].served.past_states.snapshot(8)
+        trainer.ranks[0].served.snapshots.at(8)
 
 
 def test_a_past_index_is_reached_from_the_nearest_journalled_state(
@@ -69,7 +69,7 @@ def test_a_past_index_is_reached_from_the_nearest_journalled_state(
         return make(state, ahead=ahead)
 
     monkeypatch.setattr(served.coordinator.timeline, "pipeline", pipeline)
-    served.past_states.snapshot(100)
+    served.snapshots.at(100)
     # Groups have 16 samples: the boundary is 96, and every boundary is journalled while there is room.
     assert min(begun) >= 80
 
@@ -83,7 +83,7 @@ def test_the_journal_is_bounded_and_loses_no_index(
     entries, size = place.ledger.journal_size(place.stored().uid, "train")
     assert 1 < entries < 8
     assert size < 6000
-    assert place.restart().past_states.snapshot(100)[0] == trainer.state(100).decode()
+    assert place.restart().snapshots.at(100)[0] == trainer.state(100).decode()
 
 
 @pytest.mark.parametrize("produced", [False, True], ids=["at once", "after production stopped"])
@@ -101,20 +101,20 @@ def test_a_commit_that_going_forward_does_not_meet_is_not_sealed(
     if produced:
         wait_for(lambda: served.coordinator.view().error, "the order to be found out")
     with pytest.raises(OrderMismatch, match=rf"sample 20 is committed with digest {'0' * 32}, but .* gives {digest}"):
-        served.past_states.snapshot(None)
+        served.snapshots.at(None)
 
 
 def test_a_snapshot_beyond_the_horizon_is_refused_with_the_limits(served: ServedRun) -> None:
-    assert json.loads(served.past_states.snapshot(None)[0])["sample_index"] == 0
+    assert json.loads(served.snapshots.at(None)[0])["sample_index"] == 0
     with pytest.raises(BeyondHorizon, match="sample 1 is beyond the horizon 0: no trainer has joined"):
-        served.past_states.snapshot(1)
+        served.snapshots.at(1)
     Trainer(served).train(2)
     # Two steps of four are committed, and six more may be produced.
-    served.past_states.snapshot(32)
+    served.snapshots.at(32)
     with pytest.raises(BeyondHorizon, match="sample 33 is beyond the horizon 32: 8 is committed"):
-        served.past_states.snapshot(33)
+        served.snapshots.at(33)
     with pytest.raises(BeyondHorizon):
-        served.past_states.snapshot(-1)
+        served.snapshots.at(-1)
 
 
 def test_a_rewound_run_has_one_answer_for_each_index(place: Place, served: ServedRun, trainer: Trainer) -> None:
@@ -125,7 +125,7 @@ def test_a_rewound_run_has_one_answer_for_each_index(place: Place, served: Serve
     # Before the rewind the first generation's, from it on the second's.
     for restarted in (False, True):
         served = place.restart() if restarted else served
-        assert served.past_states.snapshot(8)[0] == early
-        assert served.past_states.snapshot(22)[0] == second.state(22).decode()
+        assert served.snapshots.at(8)[0] == early
+        assert served.snapshots.at(22)[0] == second.state(22).decode()
         for index, generation in ((16, 2), (15, 1), (36, 2)):
-            assert json.loads(served.past_states.snapshot(index)[0])["generation"] == generation
+            assert json.loads(served.snapshots.at(index)[0])["generation"] == generation

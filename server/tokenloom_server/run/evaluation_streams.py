@@ -29,7 +29,7 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.manifest import Manifest
 
 
-class Streams:
+class EvaluationStreams:
     """The streams of one run. Immutable."""
 
     def __init__(self, first: PipelineFactory, config: RunConfig, manifests: Mapping[str, Manifest]) -> None:
@@ -41,7 +41,7 @@ class Streams:
         self.names = tuple(sorted({*config.streams, *first.config.stream_names}))
 
     @classmethod
-    def of(cls, first: PipelineFactory, config: RunConfig, ledger: Ledger) -> Streams:
+    def of(cls, first: PipelineFactory, config: RunConfig, ledger: Ledger) -> EvaluationStreams:
         """Reads the records of streams that the ledger has, and makes those of others.
 
         Raises ``ConfigError`` for a stream that is not what its record says, ``SourceChanged`` for one of its files,
@@ -62,7 +62,7 @@ class Streams:
         return cls(first, config, manifests)
 
     @classmethod
-    def checked(cls, first: PipelineFactory, config: RunConfig) -> Streams:
+    def checked(cls, first: PipelineFactory, config: RunConfig) -> EvaluationStreams:
         """The streams of a run that is not served: opens each that has files of its own, and makes its first sample.
         Raises what ``of`` and ``order`` do."""
         own = {name: stream.mixture for name, stream in sorted(config.streams.items()) if stream.mixture is not None}

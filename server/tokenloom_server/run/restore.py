@@ -1,15 +1,15 @@
-"""Where a run's next generation starts: pinned in the ledger by a restore, or by a fork of another run."""
+"""Restores: where the next launch of a run begins is proven, and pinned in the ledger; so is where a fork begins."""
 
 from __future__ import annotations
 
 import logging
 
 from tokenloom_server.errors import ConfigError, LimitExceeded, NotFound
-from tokenloom_server.order.segments import skip_content
-from tokenloom_server.replay.past import Past
+from tokenloom_server.order.segments import skip_content, skips_after
 from tokenloom_server.reports.stats import NextLaunch
 from tokenloom_server.run.fork import ForkHandler
-from tokenloom_server.run.stats import next_launch
+from tokenloom_server.run.pins import PinnedPoint
+from tokenloom_server.run.resume_points import ResumePoints
 
 _log = logging.getLogger(__name__)
 
@@ -17,11 +17,12 @@ _log = logging.getLogger(__name__)
 MAX_SKIPPED_TOKENS = 2**34
 
 
-class StartPoints:
-    """Pins where the next generation of a run starts."""
+class Restores:
+    """Pins where the next launch of one run begins; the present one goes on untouched. Thread-safe."""
 
-    def __init__(self, past: Past, forks: ForkHandler) -> None:
-        self._past = past
+    def __init__(self, points: ResumePoints, forks: ForkHandler) -> None:
+        self._coordinator = points.coordinator
+        self._points = points
         self._forks = forks
 
     def restore(
@@ -48,62 +49,84 @@ class StartPoints:
             )
         if skip_samples and skip_tokens:
             raise ConfigError(f"a restore skips {skip_samples} samples and {skip_tokens} tokens: give one of them")
-        run = self._past.coordinator
+        run = self._coordinator
         run.require_lead()
-        is_pinned = False
-        while not is_pinned:
+        while True:
             timeline = run.timeline
             if snapshot_id is not None:
-                text = self._past.states.saved(snapshot_id)
+                text = self._points.snapshots.saved(snapshot_id)
             elif sample_index is not None:
-                text = self._past.states.text_to_restore(sample_index, undo_skip)
+                text = self._points.snapshots.to_restore(sample_index, undo_skip)
             assert text is not None
-            point = self._past.states.parse(text)
-            stored = run.ledger.read_run(run.name, run.stream)
+            point, stored = self._points.parse(text), run.ledger.read_run(run.name, run.stream)
             if stored is not None:
-                self._past.states.refuse_foreign(point, stored)
-            skip = self._whole_samples(point.sample_index, skip_samples, skip_tokens)
-            pin = self._past.states.pin(text, skip, undo_skip, self._past.forward)
+                self._points.refuse_foreign(point, stored)
+            pin = self.proven(text, skip_samples, skip_tokens, undo_skip)
             # Going forward takes its time: an opening, or a revision, may have changed what the run passes over.
-            is_pinned = run.pins.set(pin, timeline)
+            if run.pins.set(pin, timeline):
+                break
         for note in point.notes:
             _log.info("%s: %s", run.name, note)
-        _log.info("%s: the next generation starts at sample %d (pinned)", run.name, point.sample_index)
+        _log.info("%s: the next generation starts at sample %d (pinned)", run.name, pin.sample_index)
         for change in skip_content(dict(pin.skips))["changes"] if pin.skips is not None else ():
             _log.info("%s: from that generation on, %s", run.name, change)
-        return next_launch(pin)
+        return pin.next_launch
 
     def cancel(self) -> NextLaunch:
         """Takes the pin back, and returns it: the next launch begins where it asks to. Raises ``NotFound`` where there
         is none, and the ledger's errors."""
-        run = self._past.coordinator
+        run = self._coordinator
         run.require_lead()
         pin = run.pins.pin
         if pin is None:
             raise NotFound(f"nothing is pinned for the next launch of run {run.name!r}")
         run.pins.set(None)
         _log.info("%s: what was pinned for the next generation is taken back", run.name)
-        return next_launch(pin)
+        return pin.next_launch
 
     def fork(self, text: str) -> NextLaunch:
         """Where another run stood, as its snapshot says. Raises ``ConfigError`` where this run has begun, and what
         ``ForkHandler.fork`` raises."""
-        run = self._past.coordinator
+        run = self._coordinator
         stored = run.ledger.read_run(run.name, run.stream)
         if stored is not None and stored.opening is not None:
             raise ConfigError(
                 f"run {run.name!r} has begun (generation {stored.opening.generation}), and a fork is a new run: give "
                 "it another name in its mixture file"
             )
-        pin = self._past.states.pin(self._forks.fork(text), advance=self._past.forward)
+        pin = self.proven(self._forks.fork(text))
         run.pins.set(pin)
-        launch = next_launch(pin)
-        _log.info("%s: begins at sample %d, forked (pinned)", run.name, launch.sample_index)
-        return launch
+        _log.info("%s: begins at sample %d, forked (pinned)", run.name, pin.sample_index)
+        return pin.next_launch
+
+    def proven(self, text: str, skip_samples: int = 0, skip_tokens: int = 0, undo_skip: bool = False) -> PinnedPoint:
+        """What is to be pinned of a snapshot: going forward to it proves it now, and not when the next job starts.
+
+        Raises ``SnapshotInvalid``, ``BeyondHorizon`` where the data end among the samples to skip, and ``ConfigError``
+        where there is nothing to undo.
+        """
+        points, timeline = self._points, self._coordinator.timeline
+        point, known = points.parse(text), timeline.skips
+        index = point.sample_index
+        skipped = self._whole_samples(index, skip_samples, skip_tokens)
+        if point.digest is None:
+            # Of an older payload that only counts samples: what it stands for is known now.
+            state = points.forward(point, timeline.before_skip(index), in_turn=True)
+            text = self._points.snapshots.seal(state, point.generation, uid=point.run_uid)
+            point = points.parse(text)
+        skips = skips_after(dict(point.passed) if undo_skip else known, index, skipped)
+        if undo_skip and skips == known:
+            raise ConfigError(
+                f"the state at sample {index} passed all skips of the run (at samples {[*known]}): to "
+                "take one back, name its sample by --sample, or a sample or state before it"
+            )
+        pin = PinnedPoint(text, index, point.digest or "", [*skips.items()] if skips != known else None)
+        points.forward(point, points.pinned(pin), in_turn=True)
+        return pin
 
     def _whole_samples(self, begin: int, samples: int, tokens: int) -> int:
         """So many samples from a sample on, or tokens as whole samples; with ``batching``, whole batches."""
-        config = self._past.coordinator.timeline.at(begin).config
+        config = self._coordinator.timeline.at(begin).config
         samples = samples or -(-tokens // config.pick_tokens) * config.pick_samples
         tokens = samples * config.sequence_length
         if tokens > MAX_SKIPPED_TOKENS:
