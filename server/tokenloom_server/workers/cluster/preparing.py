@@ -68,8 +68,8 @@ class OnRay:
         description = ray.put(described(job, journal.attempts))
         silent = await self._silent(description)
         shards = _Shards(ray.remote(max_retries=0, **self.needs.options(silent))(make_shard), description)
-        asked: set[asyncio.Task[tuple[Task, Shard, str]]] = set()
-        while waiting or asked:
+        under_way: set[asyncio.Task[tuple[Task, Shard, str]]] = set()
+        while waiting or under_way:
             if not is_node():
                 raise ConfigError(
                     "Ray's process on this machine (raylet) has ended, and the command with it: start it again; it "
@@ -78,9 +78,9 @@ class OnRay:
             shards.nodes = [node for node in fitting(self.needs) if node.id not in silent]
             self.on_nodes(len(shards.nodes))
             room = self.at_once or max(1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in shards.nodes)))
-            while waiting and len(asked) < room:
-                asked.add(asyncio.create_task(shards.make(waiting.popleft())))
-            ended, asked = await asyncio.wait(asked, timeout=LOOK_S)
+            while waiting and len(under_way) < room:
+                under_way.add(asyncio.create_task(shards.make(waiting.popleft())))
+            ended, under_way = await asyncio.wait(under_way, timeout=LOOK_S)
             made = await asyncio.gather(*ended)
             # An object store takes its time for each.
             in_threads(lambda each: journal.add(*each[1:]), made, remote=True)

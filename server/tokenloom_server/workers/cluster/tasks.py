@@ -77,8 +77,8 @@ async def on_each(nodes: Iterable[Node], work: Callable[..., Any], *arguments: A
         reference = pinned(task, node, soft=False).remote(*arguments)
         return await asyncio.wait_for(asyncio.wrap_future(reference.future()), CHECK_S)
 
-    asked = list(nodes)
-    return list(zip(asked, await asyncio.gather(*map(answer, asked), return_exceptions=True), strict=True))
+    nodes = list(nodes)
+    return list(zip(nodes, await asyncio.gather(*map(answer, nodes), return_exceptions=True), strict=True))
 
 
 def pinned(task: Any, node: Node, *, soft: bool) -> Any:
