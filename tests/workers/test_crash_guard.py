@@ -16,29 +16,43 @@ from tokenloom_server.tokenizer.definition import find_tokenizer
 from tokenloom_server.tokenizer.engine import TokenizersEngine
 from tokenloom_server.workers.crash_guard import CrashGuard, EngineDescription
 
-#: Makes both engines die of a text, wherever Python starts.
+#: Makes both engines die of a text, or while they are loaded, wherever Python starts.
 _SITE = """
 import os
+import sys
 from tokenloom_server.tokenizer import engine
 
+def die():
+    print(os.environ["LAST_WORDS"], file=sys.stderr, flush=True)
+    os.kill(os.getpid(), int(os.environ["DEATH"]))
+
 def deadly(kind):
-    encode = kind.encode
+    encode, init = kind.encode, kind.__init__
     def encoded(self, texts):
         if "deadly" in texts[0].as_py():
-            os.kill(os.getpid(), int(os.environ["DEATH"]))
+            die()
         return encode(self, texts)
-    kind.encode = encoded
+    def made(self, *args, **kwargs):
+        if "LOADING" in os.environ:
+            die()
+        init(self, *args, **kwargs)
+    kind.encode, kind.__init__ = encoded, made
 
 deadly(engine.GigatokenEngine)
 deadly(engine.TokenizersEngine)
 """
 
 
-def guard_of(folder: Path, monkeypatch: pytest.MonkeyPatch, death: signal.Signals) -> CrashGuard:
+def guard_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, death: signal.Signals, last_words: str = "", loading: bool = False
+) -> CrashGuard:
     (folder / "sitecustomize.py").write_text(_SITE)
     write_tokenizer(folder / "tokenizer.json", ["one two"])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("DEATH", str(int(death)))
+    monkeypatch.setenv("LAST_WORDS", last_words)
+    if loading:
+        monkeypatch.setenv("LOADING", "1")
     definition = find_tokenizer("tokenizer.json", folder)
     engine = TokenizersEngine(definition, "parse")
     record = astuple(EngineRecord(definition.digest, engine.name, engine.version))
@@ -58,7 +72,23 @@ def test_a_crash_of_both_engines_makes_a_bad_row_and_the_others_have_their_ids(
     assert (encoded.values.tolist(), encoded.ends.tolist()) == (expected.values.tolist(), expected.ends.tolist())
 
 
-def test_a_kill_is_an_error_that_names_the_row_and_skips_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = guard_of(tmp_path, monkeypatch, signal.SIGKILL)
-    with pytest.raises(TokenizerError, match=r"row 8: a tokeniser in a process of its own failed: .* ended with -9"):
+@pytest.mark.parametrize(
+    ("death", "last_words", "loading", "says"),
+    [
+        (signal.SIGKILL, "", False, r"row 8: a tokeniser in a process of its own failed: .* ended with -9"),
+        (signal.SIGABRT, "memory allocation of 64 bytes failed", False, r"row 8: .* had no memory left"),
+        (signal.SIGILL, "", True, r"row 7: a process that loads the tokeniser was ended by SIGILL"),
+    ],
+    ids=["killed", "no memory", "while it loads"],
+)
+def test_what_no_document_does_is_an_error_that_names_the_row_and_skips_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    death: signal.Signals,
+    last_words: str,
+    loading: bool,
+    says: str,
+) -> None:
+    guard = guard_of(tmp_path, monkeypatch, death, last_words, loading)
+    with pytest.raises(TokenizerError, match=says):
         guard.encode(arrays.strings(["one", "deadly", "two"]), 7, 0)

@@ -18,6 +18,7 @@ from tokenloom_server.cli.common import console, print_document, say
 from tokenloom_server.cli.schema import schema_text
 from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError, TokenloomError
+from tokenloom_server.sources.base import Content
 from tokenloom_server.storage.io_stats import given_up_soon
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class _Answers:
                 "such as gpt2, or bytes",
             ),
             "sequence_length": self.sequence_length or int(_ask("Tokens per sample", length)),
-            **({"packing": "best_fit"} if CONVERSATIONS in {each.spec.column for each in sources.values()} else {}),
+            **({"packing": "best_fit"} if any(map(_is_chat, sources.values())) else {}),
         }
 
     def sources(self, candidates: Sequence[Candidate]) -> Mapping[str, Candidate]:
@@ -106,9 +107,9 @@ class _Answers:
 
     def column_of(self, candidate: Candidate, alias: str) -> str:
         """Which column of a source is read. Raises ``ConfigError`` where that does not show."""
-        if CONVERSATIONS in candidate.columns and not {*COLUMNS} & {*candidate.columns}:
-            return CONVERSATIONS
         named = {of: name for of, _, name in (text.rpartition("=") for text in self.column or ())}
+        if not {alias, ""} & {*named} and _has_chats(candidate) and not {*COLUMNS} & {*candidate.columns}:
+            return CONVERSATIONS
         readable = [name for name, content in candidate.columns.items() if content is not None]
         usual = [name for name in COLUMNS if name in readable] or readable
         column = named.get(alias, named.get("", usual[0] if len(usual) == 1 else ""))
@@ -279,10 +280,19 @@ def _left_out(survey: Survey) -> str:
 
 def _contents(candidate: Candidate, alias: str, measured: Measured | None) -> str:
     files = f"{candidate.files} file{'s' * (candidate.files > 1)}, {candidate.size / 1e6:,.2f} MB"
-    if measured is None or not (documents := measured.documents[alias]):
+    if measured is None or not (measured.tokens[alias] and (documents := measured.documents[alias])):
         return files
     tokens = measured.tokens[alias]
     return f"{files}, about {documents:,} documents of {max(1, round(tokens / documents)):,} tokens, {tokens:,} in all"
+
+
+def _has_chats(candidate: Candidate) -> bool:
+    """Whether there is a column of conversations, which is no text."""
+    return candidate.columns.get(CONVERSATIONS, Content.TEXT) is None
+
+
+def _is_chat(candidate: Candidate) -> bool:
+    return candidate.spec.column == CONVERSATIONS and _has_chats(candidate)
 
 
 def _row_note(candidate: Candidate) -> str:
@@ -333,7 +343,7 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
             f"    - source: {json.dumps(str(source.spec), ensure_ascii=False)}",
             f"      alias: {json.dumps(alias, ensure_ascii=False)}",
             f"      weight: {max(sizes[alias] / total, 0.001):.3g}",
-            *["      template: chat  # the tokeniser's own"] * (source.spec.column == CONVERSATIONS),
+            *["      template: chat  # the tokeniser's own"] * _is_chat(source),
             "      epochs: 1  # read once; .inf: again and again",
             f"      shuffle: {'rows' if codec_of(source.spec.location) is None else 'shards'}",
         ]

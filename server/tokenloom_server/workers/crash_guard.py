@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from tokenloom_server.errors import TokenizerError
+from tokenloom_server.errors import ConfigError, TokenizerError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import BadRow
 from tokenloom_server.tokenizer.choose import EngineRecord, load_engine, other_engine
@@ -98,7 +98,12 @@ class _Apart:
 
     def __init__(self, engine: EngineDescription, first_row: int, where: str, *, skip_bad: bool) -> None:
         name = "tokenloom_server.workers.crash_guard:encoded"
-        self.process = Transform(name, seconds=SECONDS, memory_mb=0)
+        try:
+            self.process = Transform(name, seconds=SECONDS, memory_mb=0)
+        except ConfigError as error:
+            raise _not_started(first_row, 0, error) from None
+        #: The engines that its present process has loaded, by whether each is the other one.
+        self._loaded: set[bool] = set()
         self.ids: list[list[int]] = []
         self.bad: list[BadRow] = []
         self.culprits: list[int] = []
@@ -135,6 +140,19 @@ class _Apart:
 
     def _try(self, engine: EngineDescription, text: str) -> tuple[list[int], str]:
         """The ids, or how the process died of the text. Raises ``TokenizerError`` where it failed otherwise."""
+        if engine.other not in self._loaded:
+            # What a process dies of while it loads a tokeniser is no fault of the text that is next.
+            _, death = self._ask(engine, "")
+            if death:
+                raise TokenizerError(
+                    f"row {self.next_row}: a process that loads the tokeniser {death}, so no row can be encoded apart; "
+                    "install another version of its library, and begin a new run",
+                    len(self.ids),
+                )
+            self._loaded.add(engine.other)
+        return self._ask(engine, text)
+
+    def _ask(self, engine: EngineDescription, text: str) -> tuple[list[int], str]:
         try:
             (ids,) = self.process.made_of(arrays.strings([json.dumps([text, engine])])).to_pylist()
         except TransformFailed as error:
@@ -144,8 +162,17 @@ class _Apart:
                     "late, give it memory and time, or take the row out of the file, and begin a new run",
                     len(self.ids),
                 ) from None
+            self._loaded.clear()
             return [], f"was ended by {signal.Signals(error.signal).name}"
+        except ConfigError as error:
+            raise _not_started(self.next_row, len(self.ids), error) from None
         return json.loads(ids), ""
+
+
+def _not_started(row: int, number: int, error: ConfigError) -> TokenizerError:
+    return TokenizerError(
+        f"row {row}: a process died at it before, and none starts in which it could be encoded apart: {error}", number
+    )
 
 
 def encoded(batch: Any) -> Any:

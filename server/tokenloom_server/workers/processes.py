@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from typing import IO, Any
@@ -26,6 +27,11 @@ _log = logging.getLogger(__name__)
 
 #: What a worker prints goes into the log: so many lines of so many bytes in so many seconds.
 LOGGED_LINES, LOGGED_LINE_BYTES, LOGGED_EVERY_S = 100, 500, 60.0
+#: How many of its last lines are looked at when it has ended, and how long these may take to come, seconds: what it
+#: started may hold the pipe open.
+LAST_LINES, LAST_LINES_S = 20, 5.0
+#: What Rust and C++ print before they abort for want of memory.
+NO_MEMORY = (b"memory allocation of", b"bad_alloc")
 
 
 class TransformFailed(Exception):
@@ -133,7 +139,12 @@ class _Worker:
         self._process = _ChildProcess(function_process.__name__, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
         assert self._process.stdin is not None and self._process.stdout is not None and self._process.stderr is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        Background("transform-log", partial(_log_printed, arguments[0], self._process.stderr)).start()
+        #: The last that it printed.
+        self._printed: deque[bytes] = deque(maxlen=LAST_LINES)
+        self._log = Background(
+            "transform-log", partial(_log_printed, arguments[0], self._process.stderr, self._printed)
+        )
+        self._log.start()
 
     def ask(self, batch: Any) -> tuple[Any, Mapping[str, Any]]:
         """The texts made of a batch, and what is said of them; first of None, for which the code of the function is
@@ -152,6 +163,9 @@ class _Worker:
             limit_s = function_process.START_S if batch is None else self._seconds
             late = status == function_process.LATE and time.monotonic() - began >= limit_s
             fault = "it took too long" if late else f"its process ended with {status}"
+            self._log.join(LAST_LINES_S)  # what it printed says why it aborted
+            if any(sign in line for line in self._printed for sign in NO_MEMORY):
+                return None, {"error": f"it had no memory left: {fault}"}
             return None, {"error": fault, "signal": max(0, -status)}
         return texts, json.loads(metadata[function_process.SAID])
 
@@ -169,11 +183,12 @@ class _Worker:
         self._stdout.close()
 
 
-def _log_printed(name: str, printed: IO[bytes]) -> None:
+def _log_printed(name: str, printed: IO[bytes], last: deque[bytes]) -> None:
     """Logs what a worker prints until it ends; more than ``LOGGED_LINES`` is counted alone."""
     until, count = 0.0, 0
     with printed:
         while line := printed.readline(LOGGED_LINE_BYTES):
+            last.append(line)
             if time.monotonic() >= until:
                 until, count = time.monotonic() + LOGGED_EVERY_S, 0
             count += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -52,7 +53,8 @@ async def answered(
         # Where others work on it nobody goes on; a process that was stopped does not once it can.
         for future, reference in attempts.items():
             future.cancel()
-            ray.cancel(reference)
+            with contextlib.suppress(Exception):  # Ray may be gone, which is why this ends
+                ray.cancel(reference)
 
 
 def lost_by(error: Exception) -> str:

@@ -112,13 +112,16 @@ class Child:
         """Asks for rows until they are there, and gives them to the server; which cancels this if it wants them no
         more."""
         refused_by = set[str]()
+        is_apart = False
 
         def begin(_: int, apart: bool) -> Any:
+            nonlocal is_apart
+            is_apart = is_apart or apart  # also after a refusal, which is no death
             task = self._task.options(**self._needs.options(refused_by))
-            return task.remote(described, replace(request, apart=apart).to_json())
+            return task.remote(described, replace(request, apart=is_apart).to_json())
 
         def again(error: Exception | str) -> float:
-            is_late = isinstance(error, TimeoutError)
+            is_late = type(error) is TimeoutError  # and not one of the task's own
             reason = error if isinstance(error, str) else lost_by(error)
             reason = f"no answer within {self._late_s:g} s" if is_late else reason[:1000]
             messages.send(self._server, again=number, reason=reason, is_refused=isinstance(error, str))
