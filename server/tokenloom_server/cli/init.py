@@ -18,7 +18,6 @@ from tokenloom_server.cli.common import console, print_document, say
 from tokenloom_server.cli.schema import schema_text
 from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError, TokenloomError
-from tokenloom_server.sources.base import Content
 from tokenloom_server.storage.io_stats import given_up_soon
 
 if TYPE_CHECKING:
@@ -288,6 +287,8 @@ def _contents(candidate: Candidate, alias: str, measured: Measured | None) -> st
 
 def _has_chats(candidate: Candidate) -> bool:
     """Whether there is a column of conversations, which is no text."""
+    from tokenloom_server.sources.base import Content
+
     return candidate.columns.get(CONVERSATIONS, Content.TEXT) is None
 
 
