@@ -267,6 +267,8 @@ def test_what_of_plain_text_is_a_document_shows_in_the_files(
     output = init("texts", "--tokenizer", "bytes", "--sequence-length", "8")
     assert {child["source"].rpartition(":")[2] for child in written()["mixture"]["children"]} == {row}
     assert f"about {documents} documents of" in output
+    init("texts", "--tokenizer", "bytes", "--sequence-length", "8", "--column", "paragraph", "--force")
+    assert written()["mixture"]["children"][0]["source"].endswith(":paragraph")
 
 
 def test_conversations_are_rendered_by_the_tokenisers_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
