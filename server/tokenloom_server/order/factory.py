@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenloom_proto.threads import pool
 
@@ -94,6 +94,15 @@ class PipelineFactory:
             size_estimates=self.record.size_estimates,
         )
 
+    def sample_form(self) -> dict[str, Any]:
+        """What a model has to fit, as a run's stats and the answer to a Join name it."""
+        return {
+            "sequence_length": self.config.sequence_length,
+            "vocab_size": self.record.vocab_size,
+            "pad_id": self.config.pad_id,
+            "end_of_text_id": self.record.end_of_text_id,
+        }
+
     def real_tokens(self) -> RealTokens:
         """What counts the tokens and labels of samples."""
         of_rows = self.config.batching is not None
@@ -141,9 +150,9 @@ class PipelineFactory:
         """A factory with which each text is encoded in a process of its own, which may die of it."""
         return PipelineFactory(self.record, self.resources, apart=True)
 
-    def documents(self, source_id: int, *, joined: bool = True) -> Documents:
+    def documents(self, source_id: int, reader: Source | None = None, *, joined: bool = True) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time."""
-        return self._documents(source_id, self.readers.open(source_id), joined=joined)
+        return self._documents(source_id, reader or self.readers.open(source_id), joined=joined)
 
     def all_rows(self, kind: type[_Documents], source_id: int, reader: Source, *, joined: bool) -> _Documents:
         """The rows of a source's files as tokens, file by file: none left out or rearranged, any number of them bad."""

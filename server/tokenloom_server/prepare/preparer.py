@@ -145,7 +145,8 @@ class Maker:
     def _read(self, task: Task) -> Iterator[tuple[int, TokenizedRows]]:
         """A task's rows, some at a time: how many are read, and what becomes of them."""
         # Where a record batch ends follows from the pieces, and from nothing else: shards are compared by checksum.
-        documents, reader = self.order.documents(task.source, joined=False), self.order.readers.open(task.source)
+        reader = self.order.readers.open(task.source)
+        documents = self.order.documents(task.source, reader, joined=False)
         if self.transform is not None and reader.content is Content.TEXT:
             for ranges in task.ranges:
                 yield from read_transformed(reader, documents, self.transform, *ranges)

@@ -163,9 +163,10 @@ class _Worker:
             limit_s = function_process.START_S if batch is None else self._seconds
             late = status == function_process.LATE and time.monotonic() - began >= limit_s
             fault = "it took too long" if late else f"its process ended with {status}"
-            self._log.join(LAST_LINES_S)  # what it printed says why it aborted
-            if any(sign in line for line in self._printed for sign in NO_MEMORY):
-                return None, {"error": f"it had no memory left: {fault}"}
+            if status == -signal.SIGABRT:
+                self._log.join(LAST_LINES_S)  # what it printed says why
+                if any(sign in line for line in self._printed for sign in NO_MEMORY):
+                    return None, {"error": f"it had no memory left: {fault}"}
             return None, {"error": fault, "signal": max(0, -status)}
         return texts, json.loads(metadata[function_process.SAID])
 
