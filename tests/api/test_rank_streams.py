@@ -26,20 +26,32 @@ WORLD, BATCH = 3, 2
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ServedRun, DataLoaderStub]]:
+def served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ServedRun, DataLoaderStub]]:
     """A run of 126 samples, its server, and a way to it."""
     monkeypatch.setattr(rank_streams, "FEWEST_RANKS", WORLD)
-    pq.write_table(pa.table({"ids": [[n % 7 + 1, n // 7 + 1, 3] for n in range(126)]}), tmp_path / "ids.parquet")
+    pq.write_table(
+        pa.table({"ids": [[n % 7 + 1, n // 7 + 1, 3] for n in range(126)]}),
+        tmp_path / "ids.parquet",
+    )
     document = {
         "run": "ids",
         "vocab_size": 32,
         "end_of_text_id": 0,
         "sequence_length": 4,
-        "mixture": {"policy": "least_consumed", "children": [{"source": "parquet:ids.parquet:ids"}]},
+        "mixture": {
+            "policy": "least_consumed",
+            "children": [{"source": "parquet:ids.parquet:ids"}],
+        },
     }
     path = tmp_path / "ids.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    with runs_of(tmp_path, path) as runs, over_grpc(runs) as address, grpc.insecure_channel(address) as channel:
+    with (
+        runs_of(tmp_path, path) as runs,
+        over_grpc(runs) as address,
+        grpc.insecure_channel(address) as channel,
+    ):
         yield runs.get("ids"), DataLoaderStub(channel)
 
 
@@ -49,7 +61,14 @@ class Rank:
     def __init__(self, stub: DataLoaderStub, rank: int) -> None:
         self.stub, self.rank, self.nonce = stub, rank, f"nonce-{rank}"
         self.joined = stub.Join(
-            wire.JoinRequest(run="ids", rank=rank, world_size=WORLD, batch_size=BATCH, attempt="a", nonce=self.nonce),
+            wire.JoinRequest(
+                run="ids",
+                rank=rank,
+                world_size=WORLD,
+                batch_size=BATCH,
+                attempt="a",
+                nonce=self.nonce,
+            ),
             timeout=PATIENCE_S,
         )
         self.through = self.joined.start_index
@@ -80,7 +99,9 @@ class Rank:
                 at = number * BATCH + place
                 if message.batches.source_ids[at] >= 0:
                     ids = message.batches.ids[at * 4 : at * 4 + 4]
-                    self.samples[begin + step.slice * BATCH + place] = Sample(message.batches.source_ids[at], ids)
+                    self.samples[begin + step.slice * BATCH + place] = Sample(
+                        message.batches.source_ids[at], ids
+                    )
             begin = self.through = step.end_index
         if message.HasField("batches"):
             progress = wire.Progress(consumed_through=self.through, credit_micro_steps=4)
@@ -137,7 +158,9 @@ def test_one_thread_serves_the_order_to_its_end_and_all_of_it_is_committed(
     assert states(run) == ["finished"] * WORLD
 
 
-def test_a_newer_stream_of_a_rank_takes_the_olders_place(served: tuple[ServedRun, DataLoaderStub]) -> None:
+def test_a_newer_stream_of_a_rank_takes_the_olders_place(
+    served: tuple[ServedRun, DataLoaderStub],
+) -> None:
     _, stub = served
     ranks = launch(stub)
     older = ranks[1].call
@@ -216,7 +239,9 @@ def test_a_call_that_broke_is_no_goodbye(served: tuple[ServedRun, DataLoaderStub
         rank.connect()
 
 
-def test_of_a_ranks_streams_that_nobody_reads_two_stay(served: tuple[ServedRun, DataLoaderStub]) -> None:
+def test_of_a_ranks_streams_that_nobody_reads_two_stay(
+    served: tuple[ServedRun, DataLoaderStub],
+) -> None:
     run, _ = served
     coordinator = run.coordinator
     streams = rank_streams.RankStreams(coordinator)
@@ -226,10 +251,14 @@ def test_of_a_ranks_streams_that_nobody_reads_two_stay(served: tuple[ServedRun, 
         session = coordinator.sessions.attach(joined.run_uid, joined.generation, 0, "nonce-0", 0, 0)
         progress = wire.Progress(credit_micro_steps=4)
         call = UnreadCall()
-        streams.add(session, wire.StreamOpen(progress=progress), lambda: None, cast("DetachedCall", call))
+        streams.add(
+            session, wire.StreamOpen(progress=progress), lambda: None, cast("DetachedCall", call)
+        )
         calls.append(call)
         wait_for(lambda: calls[-1].sends == 1, "what is sent")
-        assert [each.cancelled for each in calls] == [place < number - 1 for place in range(number + 1)]
+        assert [each.cancelled for each in calls] == [
+            place < number - 1 for place in range(number + 1)
+        ]
     assert states(run)[0] == "connected"
     streams.stop()
     wait_for(lambda: states(run)[0] == "away", "these states")
@@ -289,7 +318,10 @@ def test_with_a_grpcio_that_is_not_known_each_stream_has_its_threads_and_the_log
     other_grpcio: None, caplog: pytest.LogCaptureFixture, served: tuple[ServedRun, DataLoaderStub]
 ) -> None:
     said = [record.getMessage() for record in caplog.get_records("setup")]
-    assert any(f"grpcio {grpc.__version__} is not one that this release was made for" in line for line in said)
+    assert any(
+        f"grpcio {grpc.__version__} is not one that this release was made for" in line
+        for line in said
+    )
     _, stub = served
     before = set(threading.enumerate())
     ranks = launch(stub)

@@ -64,7 +64,9 @@ class AuthInterceptor(grpc.ServerInterceptor):
         # Whether a method exists at all is only for those who may do everything.
         rpc = self.rpcs.get(method, Rpc(Scope.ADMIN)) if version == VERSION else Rpc(Scope.READ)
         try:
-            held = self._access.check(authorization_of(handler_call_details.invocation_metadata), rpc.scope)
+            held = self._access.check(
+                authorization_of(handler_call_details.invocation_metadata), rpc.scope
+            )
             if version != VERSION:
                 raise ProtocolError(
                     f"this client speaks version {version} of Tokenloom's wire protocol, and this server version "
@@ -76,7 +78,9 @@ class AuthInterceptor(grpc.ServerInterceptor):
             return self._refusal(method, error)
         handler = continuation(handler_call_details)
         if handler is not None and method in OTHER_RPCS:
-            handler = _refusing_malformed(handler, partial(self._access.hold, token=held, needed=rpc.scope))
+            handler = _refusing_malformed(
+                handler, partial(self._access.hold, token=held, needed=rpc.scope)
+            )
         if handler is None or (rpc.trains and held.scope >= Scope.TRAIN):
             return detachable(handler) if handler is not None and rpc.streams else handler
         if rpc.trains:
@@ -92,7 +96,9 @@ class AuthInterceptor(grpc.ServerInterceptor):
         return _in_pool(grpc.stream_stream_rpc_method_handler(refuse), self._refusals)
 
 
-def _refusing_malformed(handler: _Handler, hold: Callable[[grpc.ServicerContext], object]) -> _Handler:
+def _refusing_malformed(
+    handler: _Handler, hold: Callable[[grpc.ServicerContext], object]
+) -> _Handler:
     """A handler of gRPC's own services, whose messages are read as ours are: gRPC itself logs a trace for a malformed
     one. ``hold`` is called as a call begins."""
     kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
@@ -106,7 +112,11 @@ def _refusing_malformed(handler: _Handler, hold: Callable[[grpc.ServicerContext]
             with errors_as_statuses(context):
                 return readable(message)
 
-        return behavior(map(checked, messages) if kind.startswith("stream") else checked(messages), context, *rest)
+        return behavior(
+            map(checked, messages) if kind.startswith("stream") else checked(messages),
+            context,
+            *rest,
+        )
 
     parse = partial(read, handler.request_deserializer)
     return handler._replace(request_deserializer=parse, **{kind: call})  # type: ignore[attr-defined,no-any-return]

@@ -34,10 +34,18 @@ def is_supported() -> bool:
     """Whether the grpcio that is installed has the parts that are needed here, as they are expected."""
     try:
         return (
-            all(len(inspect.signature(getattr(parts, name)).parameters) == n for name, n in _CALLED.items())
+            all(
+                len(inspect.signature(getattr(parts, name)).parameters) == n
+                for name, n in _CALLED.items()
+            )
             and _MARK in parts._stream_response_in_pool.__code__.co_consts
-            and all(hasattr(cygrpc, name) for name in ("ReceiveMessageOperation", "SendMessageOperation"))
-            and all(hasattr(parts, name) for name in ("_RECEIVE_MESSAGE_TOKEN", "_SEND_MESSAGE_TOKEN"))
+            and all(
+                hasattr(cygrpc, name)
+                for name in ("ReceiveMessageOperation", "SendMessageOperation")
+            )
+            and all(
+                hasattr(parts, name) for name in ("_RECEIVE_MESSAGE_TOKEN", "_SEND_MESSAGE_TOKEN")
+            )
         )
     except (AttributeError, TypeError, ValueError):
         return False
@@ -67,12 +75,16 @@ def detachable(handler: Any) -> Any:
 class DetachedCall:
     """Its methods return at once; callbacks come on gRPC's own thread, and must, too."""
 
-    def __init__(self, context: Any, parse: Callable[[bytes], Any], end: Callable[[None], None]) -> None:
+    def __init__(
+        self, context: Any, parse: Callable[[bytes], Any], end: Callable[[None], None]
+    ) -> None:
         """``end`` sends the call's status, which the context has by then."""
         self.context: grpc.ServicerContext = context
         self._state, self._call = context._state, context._rpc_event.call
         self._parse, self._end = parse, end
-        with contextlib.suppress(grpc.RpcError):  # the call is over: whoever has it hears so from what it starts
+        with contextlib.suppress(
+            grpc.RpcError
+        ):  # the call is over: whoever has it hears so from what it starts
             context.send_initial_metadata(())
 
     def receive(self, received: Callable[[Any], None]) -> bool:

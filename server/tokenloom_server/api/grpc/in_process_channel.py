@@ -29,7 +29,11 @@ class InProcessChannel(grpc.Channel):
         self._handlers = DataLoader(runs, Access(), hands_over=True).handlers()
 
     def unary_unary(  # type: ignore[override]  # generated stubs give both
-        self, method: str, request_serializer: _Serializer, response_deserializer: _Deserializer, **_: Any
+        self,
+        method: str,
+        request_serializer: _Serializer,
+        response_deserializer: _Deserializer,
+        **_: Any,
     ) -> Any:
         """A method of one request and one response. Deadlines are not kept: nobody here waits for another rank."""
         handler = self._handler(method)
@@ -47,13 +51,19 @@ class InProcessChannel(grpc.Channel):
         return call
 
     def stream_stream(  # type: ignore[override]  # the first is always given
-        self, method: str, request_serializer: _Serializer, response_deserializer: _Deserializer | None = None, **_: Any
+        self,
+        method: str,
+        request_serializer: _Serializer,
+        response_deserializer: _Deserializer | None = None,
+        **_: Any,
     ) -> Any:
         """A method of many requests and many responses; these as bytes without a deserializer, or as ``Delivered``."""
         handler = self._handler(method)
 
         def call(requests: Iterable[Any], **_: object) -> InProcessCall:
-            parsed = (handler.request_deserializer(request_serializer(request)) for request in requests)
+            parsed = (
+                handler.request_deserializer(request_serializer(request)) for request in requests
+            )
             return InProcessCall(handler, parsed, response_deserializer)
 
         return call
@@ -71,7 +81,9 @@ class InProcessChannel(grpc.Channel):
     def stream_unary(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("the service has no method of this kind")
 
-    def subscribe(self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False) -> None:
+    def subscribe(
+        self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False
+    ) -> None:
         callback(grpc.ChannelConnectivity.READY)
 
     def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
@@ -90,7 +102,9 @@ class InProcessChannel(grpc.Channel):
 class InProcessCall:
     """A call that responds as long as it is iterated."""
 
-    def __init__(self, handler: Any, requests: Iterator[Any], deserializer: _Deserializer | None) -> None:
+    def __init__(
+        self, handler: Any, requests: Iterator[Any], deserializer: _Deserializer | None
+    ) -> None:
         self._context = _Context()
         self._responses = handler.stream_stream(requests, self._context)
         self._serializer: _Serializer = handler.response_serializer

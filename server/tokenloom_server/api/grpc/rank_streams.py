@@ -51,7 +51,13 @@ class RankStreams:
         self._tick_at = 0.0
         Loop("streams", self._turn, coordinator.name).start()
 
-    def add(self, session: Session, opened: wire.StreamOpen, recheck: Callable[[], None], call: DetachedCall) -> None:
+    def add(
+        self,
+        session: Session,
+        opened: wire.StreamOpen,
+        recheck: Callable[[], None],
+        call: DetachedCall,
+    ) -> None:
         """``recheck`` raises what ends a stream whose token is not good for it any more."""
         stream = _RankStream(self._coordinator, session, opened, recheck, call, self._news)
         self._coordinator.sessions.ring_for(session, stream.ring)
@@ -145,7 +151,9 @@ class _RankStream:
             self._news.put((self, _RUNG))
 
     def is_due(self, now: float) -> bool:
-        return self.closed_at is not None or (not self._sending and now - self._silent_since >= HEARTBEAT_S)
+        return self.closed_at is not None or (
+            not self._sending and now - self._silent_since >= HEARTBEAT_S
+        )
 
     def act(self, event: Any) -> bool:
         """Does what an event asks for; returns whether the stream is over. Raises what ends it otherwise."""
@@ -174,7 +182,11 @@ class _RankStream:
 
     def _progress(self, progress: wire.Progress) -> None:
         self._coordinator.sessions.progress(
-            self.session, progress.consumed_through, progress.credit_micro_steps, progress.digest, progress.waited_s
+            self.session,
+            progress.consumed_through,
+            progress.credit_micro_steps,
+            progress.digest,
+            progress.waited_s,
         )
         self.call.receive(lambda request: self._news.put((self, request)))
 
@@ -199,8 +211,12 @@ class _RankStream:
         committed, epoch = coordinator.committed_through, coordinator.lease.epoch
         if isinstance(item, Delivery):
             starts = self._opened.document_starts
-            data = encode_delivery(self.session.rank, item, committed, epoch, document_starts=starts)
+            data = encode_delivery(
+                self.session.rank, item, committed, epoch, document_starts=starts
+            )
         else:
-            data = response_of(item or coordinator.sessions.waiting(self.session), committed, epoch).SerializeToString()
+            data = response_of(
+                item or coordinator.sessions.waiting(self.session), committed, epoch
+            ).SerializeToString()
         self._silent_since = time.monotonic()
         self._sending = self.call.send(data, lambda: self._news.put((self, _SENT)))

@@ -65,10 +65,15 @@ def rpc(
 
         def respond(self: Any, message: Any, context: grpc.ServicerContext) -> Any:
             count = partial(self.count_error, method.__name__, unquote(context.peer()))
-            with errors_as_statuses(context, count), caller.serving(self.caller_of(context), context.is_active):
+            with (
+                errors_as_statuses(context, count),
+                caller.serving(self.caller_of(context), context.is_active),
+            ):
                 return method(self, readable(message), context)
 
-        def stream(self: Any, messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        def stream(
+            self: Any, messages: Iterator[Any], context: grpc.ServicerContext
+        ) -> Iterator[Any]:
             count = partial(self.count_error, method.__name__, unquote(context.peer()))
             with errors_as_statuses(context, count):
                 yield from method(self, messages, context)
@@ -90,7 +95,11 @@ def handlers_of(servicer: object, service_name: str) -> grpc.GenericRpcHandler:
     """The service as gRPC takes it."""
     methods: dict[str, Any] = {}
     for name, rpc in rpcs_of(type(servicer)).items():
-        make = grpc.stream_stream_rpc_method_handler if rpc.streams else grpc.unary_unary_rpc_method_handler
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if rpc.streams
+            else grpc.unary_unary_rpc_method_handler
+        )
         methods[name] = make(getattr(servicer, name), _parser(rpc), _serialised)
     return grpc.method_handlers_generic_handler(service_name, methods)
 
@@ -131,13 +140,19 @@ def _details_of(error: TokenloomError) -> str:
 
 
 def _metadata_of(error: TokenloomError) -> tuple[tuple[str, str], ...]:
-    retry = () if error.retry_for_s is None else (("tokenloom-retry-for-s", f"{error.retry_for_s:.1f}"),)
+    retry = (
+        ()
+        if error.retry_for_s is None
+        else (("tokenloom-retry-for-s", f"{error.retry_for_s:.1f}"),)
+    )
     launch = (("tokenloom-of-launch", "1"),) if error.of_launch else ()
     return ("tokenloom-error", error.name), *retry, *launch
 
 
 @contextlib.contextmanager
-def errors_as_statuses(context: grpc.ServicerContext, count: CountError = lambda error: None) -> Iterator[None]:
+def errors_as_statuses(
+    context: grpc.ServicerContext, count: CountError = lambda error: None
+) -> Iterator[None]:
     """Ends a call with what is raised, under its name and status."""
     try:
         yield
@@ -157,7 +172,9 @@ def _parser(rpc: Rpc) -> Callable[[bytes], Any]:
     def parse(data: bytes) -> Any:
         if len(data) > rpc.max_bytes:
             name = rpc.request.DESCRIPTOR.name
-            return LimitExceeded(f"a {name} has {len(data)} bytes; expected at most {rpc.max_bytes}: send less")
+            return LimitExceeded(
+                f"a {name} has {len(data)} bytes; expected at most {rpc.max_bytes}: send less"
+            )
         return read(rpc.request.FromString, data)
 
     return parse
@@ -168,7 +185,9 @@ def read(parse: Any, data: bytes) -> Any:
     try:
         return parse(data)
     except DecodeError as error:
-        return ConfigError(f"the call's message of {len(data)} bytes is not what its method takes: {error}")
+        return ConfigError(
+            f"the call's message of {len(data)} bytes is not what its method takes: {error}"
+        )
 
 
 def _serialised(response: Any) -> bytes:

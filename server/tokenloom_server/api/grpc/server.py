@@ -39,7 +39,9 @@ MAX_CALLS = 2 * 4096 + 256
 class GrpcServer:
     """The gRPC endpoint: the data loader, health and reflection. Holds its address from its constructor on."""
 
-    def __init__(self, address: str, access: Access = OPEN_TO_ALL, max_connections: int = MAX_CALLS) -> None:
+    def __init__(
+        self, address: str, access: Access = OPEN_TO_ALL, max_connections: int = MAX_CALLS
+    ) -> None:
         """Binds ``address`` (``host:port``, port 0 for a free one), for so many connections at a time: the next is
         closed at once. Raises ``ConfigError`` where that fails."""
         self._access = access
@@ -66,7 +68,9 @@ class GrpcServer:
                 "address of this machine (port 0 picks a free one)"
             ) from None
         if not port:
-            raise ConfigError(f"--grpc {address}: cannot listen there; expected host:port of this machine")
+            raise ConfigError(
+                f"--grpc {address}: cannot listen there; expected host:port of this machine"
+            )
         #: Where clients connect, ``host:port``.
         self.address = f"{host}:{port}"
 
@@ -87,7 +91,9 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         name = SERVICE.full_name
         self._interceptor.rpcs, self._interceptor.count_error = rpcs(), runs.rpc_errors.add
-        reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        reflection.enable_server_reflection(
+            (name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
         self._server.start()
         for each in (name, "", runs.identity):
             self._health.set(each, health_pb2.HealthCheckResponse.SERVING)
@@ -120,7 +126,10 @@ def _options(max_connections: int) -> list[tuple[str, int]]:
         # A client whose machine is gone, or that is stopped, would keep its stream, and what waits in it.
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
-        ("grpc.http2.ping_timeout_ms", KEEPALIVE_S * 1000),  # else a minute, whatever the line above says
+        (
+            "grpc.http2.ping_timeout_ms",
+            KEEPALIVE_S * 1000,
+        ),  # else a minute, whatever the line above says
         ("grpc.http2.max_pings_without_data", 0),
         # Clients ping when a call is long silent, such as a Join that waits for rank 0.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
@@ -137,7 +146,9 @@ def _options(max_connections: int) -> list[tuple[str, int]]:
 def _credentials(tls: Tls) -> grpc.ServerCredentials:
     def newest() -> grpc.ServerCertificateConfiguration:  # gRPC asks for each connection
         now = tls.content
-        return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.client_ca)
+        return grpc.ssl_server_certificate_configuration(
+            [(now.key, now.certificate)], now.client_ca
+        )
 
     return grpc.dynamic_ssl_server_credentials(newest(), newest, tls.content.client_ca is not None)
 
@@ -146,7 +157,9 @@ def _try_to_listen(address: str) -> int:
     """How many addresses the name has. Raises ``OSError`` with the reason; gRPC itself knows none, and writes lines of
     its own to stderr."""
     host, _, port = address.rpartition(":")
-    addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
     for family, _, _, _, socket_address in addresses:
         socket.create_server(socket_address[:2], family=family).close()
     return len(addresses)

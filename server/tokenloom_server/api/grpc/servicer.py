@@ -23,13 +23,27 @@ from tokenloom_server.api.grpc.auth_interceptor import OTHER_RPCS, authorization
 from tokenloom_server.api.grpc.detached_call import GoesOn
 from tokenloom_server.api.grpc.messages import encode_delivery, hand_over
 from tokenloom_server.api.grpc.rank_streams import RankStreams
-from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Rpc, handlers_of, rpc, rpcs_of
+from tokenloom_server.api.grpc.rpc import (
+    MAX_REPORT_BYTES,
+    MAX_REQUEST_BYTES,
+    Rpc,
+    handlers_of,
+    rpc,
+    rpcs_of,
+)
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core import caller
 from tokenloom_server.core.caller import Caller
-from tokenloom_server.errors import ConfigError, Forbidden, JoinRefused, NotFound, TokenloomError, Unauthenticated
+from tokenloom_server.errors import (
+    ConfigError,
+    Forbidden,
+    JoinRefused,
+    NotFound,
+    TokenloomError,
+    Unauthenticated,
+)
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.join_call import MAX_WORLD_SIZE
 from tokenloom_server.run.losses import Report
@@ -55,7 +69,9 @@ class DataLoader:
         """``max_connections``: how many trainers and others may have at a time. ``rest_address``: of this server, for
         who knows its other one. ``serves_many``: one thread serves the ranks' streams of a run, until ``close``.
         ``hands_over``: clients are in this process, and get micro-steps without a message around them."""
-        self._deliver: Callable[..., bytes | Delivered] = hand_over if hands_over else encode_delivery
+        self._deliver: Callable[..., bytes | Delivered] = (
+            hand_over if hands_over else encode_delivery
+        )
         self._rest_address = rest_address
         self._runs = runs
         self._access = access
@@ -76,7 +92,7 @@ class DataLoader:
 
     # Training, but to peek and to evaluate.
     @rpc(Scope.READ, wire.JoinRequest, max_bytes=MAX_REQUEST_BYTES, trains=True)
-    def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:  # noqa: N802
+    def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:
         require_compatible(request.release, self._release)
         answer = self._join(request, context)
         answer.release = self._release
@@ -99,7 +115,7 @@ class DataLoader:
 
     # Training, but to peek and to evaluate.
     @rpc(Scope.READ, wire.StreamRequest, trains=True)
-    def Stream(  # noqa: N802
+    def Stream(
         self, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
     ) -> Iterator[stream.Item | GoesOn]:
         opened = stream.opening(requests, context)
@@ -108,7 +124,11 @@ class DataLoader:
         responses: Generator[stream.Item | GoesOn, None, None]
         token = self._require(scope, context)
         with caller.serving(token.caller(unquote(context.peer())), context.is_active):
-            served = self._runs.get(opened.run) if _evaluates(opened) else self._served(opened.run, opened.stream)
+            served = (
+                self._runs.get(opened.run)
+                if _evaluates(opened)
+                else self._served(opened.run, opened.stream)
+            )
         recheck = self._access.hold(context, token, scope, opened.run)
         if _evaluates(opened):
             responses = stream.evaluation(served, opened, requests, context, self._deliver)
@@ -116,7 +136,9 @@ class DataLoader:
             responses = stream.peek(served, opened, requests, context, self._deliver)
         else:
             many = self._streams_of(served)
-            responses = stream.training(served, opened, requests, context, self._deliver, recheck, many)
+            responses = stream.training(
+                served, opened, requests, context, self._deliver, recheck, many
+            )
         served.closers.add(context.cancel)
         try:
             with closing(responses):
@@ -128,7 +150,7 @@ class DataLoader:
 
     # Control where it is to be saved.
     @rpc(Scope.READ, wire.SnapshotRequest)
-    def Snapshot(  # noqa: N802
+    def Snapshot(
         self, request: wire.SnapshotRequest, context: grpc.ServicerContext
     ) -> wire.SnapshotResponse:
         if request.save:
@@ -136,19 +158,25 @@ class DataLoader:
         served = self._served(request.run, request.stream)
         index = None if request.sample_index == -1 else request.sample_index
         if index is not None and index < 0:
-            raise ConfigError(f"sample_index is {index}; expected one from 0 on, or -1 for the committed one")
+            raise ConfigError(
+                f"sample_index is {index}; expected one from 0 on, or -1 for the committed one"
+            )
         text, snapshot_id = served.snapshots.take(index, save=request.save)
         if request.save:
             audit.changed(served, f"saved the snapshot {snapshot_id}")
         return wire.SnapshotResponse(snapshot_json=text, id=snapshot_id or "")
 
     @rpc(Scope.CONTROL, wire.RestoreRequest, max_bytes=MAX_REQUEST_BYTES)
-    def Restore(self, request: wire.RestoreRequest, context: grpc.ServicerContext) -> wire.RestoreResponse:  # noqa: N802
+    def Restore(
+        self, request: wire.RestoreRequest, context: grpc.ServicerContext
+    ) -> wire.RestoreResponse:
         served = self._served(request.run, request.stream)
         kind = request.WhichOneof("point")
         for field in ("skip_samples", "skip_tokens"):
             if getattr(request, field) < 0:
-                raise ConfigError(f"{field} is {getattr(request, field)}; expected a number from 0 on")
+                raise ConfigError(
+                    f"{field} is {getattr(request, field)}; expected a number from 0 on"
+                )
         with audit.pinning(served):
             point = served.restores.restore(
                 snapshot_id=request.snapshot_id if kind == "snapshot_id" else None,
@@ -158,36 +186,50 @@ class DataLoader:
                 skip_tokens=request.skip_tokens,
                 undo_skip=request.undo_skip,
             )
-        return wire.RestoreResponse(sample_index=point.sample_index, digest=point.digest, skips=point.skips or {})
+        return wire.RestoreResponse(
+            sample_index=point.sample_index, digest=point.digest, skips=point.skips or {}
+        )
 
     @rpc(Scope.READ, wire.StatsRequest)
-    def Stats(self, request: wire.StatsRequest, context: grpc.ServicerContext) -> wire.StatsResponse:  # noqa: N802
+    def Stats(
+        self, request: wire.StatsRequest, context: grpc.ServicerContext
+    ) -> wire.StatsResponse:
         if not request.run:
             about = {"runs": self._runs.names(), "rest_address": self._rest_address}
             return wire.StatsResponse(stats_json=json.dumps(about))
-        return wire.StatsResponse(stats_json=self._runs.get(request.run).stats.read().model_dump_json())
+        return wire.StatsResponse(
+            stats_json=self._runs.get(request.run).stats.read().model_dump_json()
+        )
 
     @rpc(Scope.READ, wire.PlanRequest)
-    def Plan(self, request: wire.PlanRequest, context: grpc.ServicerContext) -> wire.PlanResponse:  # noqa: N802
+    def Plan(self, request: wire.PlanRequest, context: grpc.ServicerContext) -> wire.PlanResponse:
         plan = self._runs.get(request.run).plan_from_start(request.until_tokens or None)
         return wire.PlanResponse(plan_json=plan.model_dump_json())
 
     @rpc(Scope.READ, wire.TokenizerRequest)
-    def Tokenizer(  # noqa: N802
+    def Tokenizer(
         self, request: wire.TokenizerRequest, context: grpc.ServicerContext
     ) -> wire.TokenizerResponse:
         definition = self._runs.get(request.run).coordinator.order.record.tokenizer
         if definition is None:
             return wire.TokenizerResponse()
-        return wire.TokenizerResponse(tokenizer_json=definition.content.encode(), is_bytes=definition.is_bytes)
+        return wire.TokenizerResponse(
+            tokenizer_json=definition.content.encode(), is_bytes=definition.is_bytes
+        )
 
     @rpc(Scope.TRAIN, wire.ReportRequest, max_bytes=MAX_REPORT_BYTES)
-    def Report(self, request: wire.ReportRequest, context: grpc.ServicerContext) -> wire.ReportResponse:  # noqa: N802
+    def Report(
+        self, request: wire.ReportRequest, context: grpc.ServicerContext
+    ) -> wire.ReportResponse:
         served = self._served(request.run, request.stream)
         sources = {each.source_id: (each.loss, each.tokens) for each in request.sources}
         if len(sources) < len(request.sources):
-            twice = next(i for i, n in Counter(each.source_id for each in request.sources).items() if n > 1)
-            raise ConfigError(f"sources: source_id {twice} is reported twice; report each once, over all ranks")
+            twice = next(
+                i for i, n in Counter(each.source_id for each in request.sources).items() if n > 1
+            )
+            raise ConfigError(
+                f"sources: source_id {twice} is reported twice; report each once, over all ranks"
+            )
         report = join.call_of(
             Report,
             request,
@@ -232,7 +274,9 @@ class DataLoader:
     def _served(self, run: str, stream: str) -> ServedRun:
         served = self._runs.get(run)
         if (stream or TRAIN) != TRAIN:
-            raise NotFound(f"{stream!r} is not trained on, so it has no snapshots and no restores; expected {TRAIN!r}")
+            raise NotFound(
+                f"{stream!r} is not trained on, so it has no snapshots and no restores; expected {TRAIN!r}"
+            )
         return served
 
 

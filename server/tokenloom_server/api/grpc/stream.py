@@ -78,7 +78,9 @@ def training(
         yield partial(streams.add, session, opened, recheck)
         return
     try:
-        yield from _responses(coordinator, _RankStream(coordinator, session), opened, requests, context, deliver)
+        yield from _responses(
+            coordinator, _RankStream(coordinator, session), opened, requests, context, deliver
+        )
     finally:
         coordinator.sessions.detach(session)
 
@@ -105,7 +107,9 @@ def evaluation(
 ) -> _Responses:
     """Samples of a stream beside training."""
     call = call_of(EvaluationCall, opened)
-    source = served.evaluations.open(opened.run_uid, call, opened.received_through, opened.received_digest)
+    source = served.evaluations.open(
+        opened.run_uid, call, opened.received_through, opened.received_digest
+    )
     yield from _responses(served.coordinator, source, opened, requests, context, deliver)
 
 
@@ -118,9 +122,13 @@ class StreamSource(Protocol):
     @property
     def name(self) -> str: ...
 
-    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | Slice | EndOfData | Waiting: ...
+    def next(
+        self, timeout_s: float, interrupted: Callable[[], bool]
+    ) -> Delivery | Slice | EndOfData | Waiting: ...
 
-    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str, waited_s: float) -> None: ...
+    def progress(
+        self, consumed_through: int, credit_micro_steps: int, digest: str, waited_s: float
+    ) -> None: ...
 
     def wake(self) -> None: ...
 
@@ -142,11 +150,17 @@ class _RankStream(NamedTuple):
     def name(self) -> str:
         return f"{self.coordinator.name}-rank-{self.session.rank}"
 
-    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | EndOfData | Waiting:
+    def next(
+        self, timeout_s: float, interrupted: Callable[[], bool]
+    ) -> Delivery | EndOfData | Waiting:
         return self.coordinator.sessions.next_for(self.session, timeout_s, interrupted)
 
-    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str, waited_s: float) -> None:
-        self.coordinator.sessions.progress(self.session, consumed_through, credit_micro_steps, digest, waited_s)
+    def progress(
+        self, consumed_through: int, credit_micro_steps: int, digest: str, waited_s: float
+    ) -> None:
+        self.coordinator.sessions.progress(
+            self.session, consumed_through, credit_micro_steps, digest, waited_s
+        )
 
     def wake(self) -> None:
         self.coordinator.sessions.wake(self.session)
@@ -167,7 +181,9 @@ def _responses(
 ) -> _Responses:
     """What a source gives, until the data end, the client closes its side, or the generation is over."""
     progress, document_starts = opened.progress, opened.document_starts
-    source.progress(progress.consumed_through, progress.credit_micro_steps, progress.digest, progress.waited_s)
+    source.progress(
+        progress.consumed_through, progress.credit_micro_steps, progress.digest, progress.waited_s
+    )
     reader = _Reader(source, requests, context)
     reader.start()
     try:
@@ -194,7 +210,10 @@ class _Reader(Background):
     """Reads a client's progress while the stream's own thread sends."""
 
     def __init__(
-        self, source: StreamSource, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
+        self,
+        source: StreamSource,
+        requests: Iterator[wire.StreamRequest],
+        context: grpc.ServicerContext,
     ) -> None:
         super().__init__("progress", self._read, source.name)
         self._source = source
@@ -212,10 +231,15 @@ class _Reader(Background):
                     return
                 readable(request)
                 if request.WhichOneof("kind") != "progress":
-                    raise JoinRefused("a stream is opened once; after StreamOpen it carries Progress")
+                    raise JoinRefused(
+                        "a stream is opened once; after StreamOpen it carries Progress"
+                    )
                 progress = request.progress
                 self._source.progress(
-                    progress.consumed_through, progress.credit_micro_steps, progress.digest, progress.waited_s
+                    progress.consumed_through,
+                    progress.credit_micro_steps,
+                    progress.digest,
+                    progress.waited_s,
                 )
             time.sleep(BREAK_S)
             self.said_goodbye = not self.stopped and self._context.is_active()
