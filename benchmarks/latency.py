@@ -43,7 +43,7 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import State
-from tokenloom_server.order import builder, snapshot_encode
+from tokenloom_server.order import builder, snapshot, state_document
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.run.sizing import MESSAGE_BYTES
@@ -314,8 +314,8 @@ def snapshots(order: PipelineFactory) -> list[str]:
         there = pipeline.state()
         shape = order.record.shape
         found.append(
-            snapshot_encode.compose(
-                template, *(snapshot_encode.encode_state(each, shape) for each in (state, there))
+            snapshot.compose(
+                template, *(state_document.encode_state(each, shape) for each in (state, there))
             )
         )
     return found

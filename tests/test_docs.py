@@ -29,7 +29,7 @@ from tokenloom_server.api.service import MAX_RUNS
 from tokenloom_server.cli.app import app as command_line
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.order import size_estimates
-from tokenloom_server.order.snapshot_document import MAX_BYTES as MAX_SNAPSHOT_BYTES
+from tokenloom_server.order.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
 from tokenloom_server.planning import picture, segments
 from tokenloom_server.prepare import shards
 from tokenloom_server.replay import peek as peeking

@@ -19,9 +19,8 @@ from tokenloom_proto.resume import KEY as KEY
 from tokenloom_proto.resume import (
     OLDER_KEYS,
     Given,
-    counts_at,
+    composed,
     older_payload,
-    real_tokens,
     unwrapped,
 )
 from tokenloom_proto.seal import (
@@ -30,7 +29,6 @@ from tokenloom_proto.seal import (
     SNAPSHOT_VERSION,
     canonical,
     seal,
-    seal_texts,
     unseal,
 )
 
@@ -130,14 +128,15 @@ class Loaded:
     @classmethod
     def start(cls, run: str, stream: str) -> Loaded:
         """The state of a run that has not begun: what is saved before the first batch and before a Join."""
-        place = {"sample_index": 0, "total_tokens": 0, "digest": ZERO_DIGEST}
         text = seal(
             {
                 "format": SNAPSHOT_FORMAT,
                 "version": SNAPSHOT_VERSION,
                 "run": run,
                 "stream": stream,
-                **place,
+                "sample_index": 0,
+                "total_tokens": 0,
+                "digest": ZERO_DIGEST,
             }
         )
         return cls(text, 0, 0, ZERO_DIGEST, 0)
@@ -278,15 +277,13 @@ class History:
             )
         if point is self.start and self.loaded is not None:
             return self.loaded.text
-        state = json.loads(point.base.resume_state)
-        counts = counts_at(state, point.sample_index, point.total_tokens, point.counts)
-        place: dict[str, Any] = {
-            "sample_index": point.sample_index,
-            "total_tokens": point.total_tokens,
-            "real_tokens": real_tokens(point.total_tokens, counts),
-            "digest": point.digest,
-        }
-        fields = {**json.loads(self.template), **place, "counts": counts}
-        # The state is canonical as it came: of many sources it is long, and is not written once more.
-        texts = {name: canonical(value) for name, value in fields.items()}
-        return seal_texts(texts | {"resume_state": point.base.resume_state.decode()})
+        resume_state = point.base.resume_state.decode()
+        return composed(
+            json.loads(self.template),
+            resume_state,
+            json.loads(resume_state),
+            point.sample_index,
+            point.total_tokens,
+            point.digest,
+            point.counts,
+        )

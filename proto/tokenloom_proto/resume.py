@@ -10,6 +10,7 @@ from itertools import islice, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 from tokenloom_proto.dataloader_pb2 import SourceCounts
+from tokenloom_proto.seal import canonical, seal_texts
 
 #: The one key of ``state_dict()``.
 KEY = "tokenloom"
@@ -121,6 +122,31 @@ def counts_at(
 def real_tokens(total_tokens: int, counts: Counts) -> int:
     """``real_tokens`` of a snapshot: its total tokens without padding."""
     return total_tokens - sum(own["tokens"] - own["real_tokens"] for own in counts.values())
+
+
+def composed(
+    template: Mapping[str, Any],
+    resume_state: str,
+    state: Mapping[str, Any],
+    sample_index: int,
+    total_tokens: int,
+    digest: str,
+    since: Given = (b"", 0),
+) -> str:
+    """The sealed snapshot at a sample index, the same text from the server and from clients. ``resume_state`` is
+    canonical as it came: of many sources it is long, and is not written once more; ``state`` and ``since`` are as in
+    ``counts_at``."""
+    counts = counts_at(state, sample_index, total_tokens, since)
+    fields = {
+        **template,
+        "sample_index": sample_index,
+        "total_tokens": total_tokens,
+        "digest": digest,
+        "counts": counts,
+        "real_tokens": real_tokens(total_tokens, counts),
+    }
+    texts = {name: canonical(value) for name, value in fields.items()}
+    return seal_texts(texts | {"resume_state": resume_state})
 
 
 def _leaves(node: dict[str, Any]) -> Iterator[dict[str, Any]]:

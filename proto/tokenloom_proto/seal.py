@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,9 +49,7 @@ def strict_json(text: str | bytes) -> Any:
 
     Raises ``ValueError``, and ``RecursionError`` for what lies too deep.
     """
-    return json.loads(
-        text, object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=_refuse_number
-    )
+    return _STRICT.decode(text if isinstance(text, str) else str(text, json.detect_encoding(text)))
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:
@@ -83,11 +82,10 @@ def _checksum(text: str) -> str:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in document:
-            raise ValueError(f"the key {json.dumps(key)[:100]} is there twice")
-        document[key] = value
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {json.dumps(key)[:100]} is there twice")
     return document
 
 
@@ -98,3 +96,9 @@ def _finite(digits: str) -> float:
 
 def _refuse_number(name: str) -> float:
     raise ValueError(f"{name} is not a number in JSON; numbers are finite here")
+
+
+# Made once: of a short text this would take as long as reading it.
+_STRICT = json.JSONDecoder(
+    object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=_refuse_number
+)

@@ -57,7 +57,7 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     Unauthenticated,
 )
-from tokenloom_server.order import snapshot, snapshot_document
+from tokenloom_server.order import snapshot
 from tokenloom_server.run import join_call
 from tokenloom_server.run.join_call import JoinCall
 from typer.testing import CliRunner
@@ -738,14 +738,14 @@ def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "tokenloom_server.order.snapshot_document.unseal", lambda text: pytest.fail("it was parsed")
+        "tokenloom_server.order.snapshot.unseal", lambda text: pytest.fail("it was parsed")
     )
     config = parsed(flat(["txt:a.txt:text"]))
     with pytest.raises(
-        SnapshotInvalid, match=f"has {snapshot_document.MAX_BYTES + 1} bytes; expected at most"
+        SnapshotInvalid, match=f"has {snapshot.MAX_BYTES + 1} bytes; expected at most"
     ):
         snapshot.parse(
-            b"x" * (snapshot_document.MAX_BYTES + 1),
+            b"x" * (snapshot.MAX_BYTES + 1),
             {},
             lambda _: pytest.fail("it was parsed"),
             config,
@@ -753,7 +753,7 @@ def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(
 
 
 def test_the_bounds_fit_together() -> None:
-    assert MAX_REQUEST_BYTES > snapshot_document.MAX_BYTES, "a Join carries a snapshot"
+    assert MAX_REQUEST_BYTES > snapshot.MAX_BYTES, "a Join carries a snapshot"
     assert MAX_CALLS > 2 * join_call.MAX_WORLD_SIZE, (
         "a whole world reconnects, and somebody looks on"
     )

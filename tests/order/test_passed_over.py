@@ -132,7 +132,7 @@ def test_clock_indices_and_digest_stand_still_while_samples_are_passed_over(fold
     document = json.loads(plain.encode(before)) | {"skips": [[20, 3, 24]]}
     with pytest.raises(
         SnapshotInvalid,
-        match="its children have 20 samples, but sample_index is 20, and 3 were pass",
+        match=r"nodes.0: found 20; expected 23: samples up to sample_index, and what was pass",
     ):
         plain.decode(json.dumps(document))
 

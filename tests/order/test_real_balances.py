@@ -21,7 +21,7 @@ from support.corpora import (
 )
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order import builder, snapshot, snapshot_encode
+from tokenloom_server.order import builder, snapshot
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline
 
@@ -118,7 +118,7 @@ def test_where_documents_are_joined_a_file_may_say_either_count(folder: Path, co
         order.record.to_json(),
         Timeline(order).encode(advanced(order, order.initial(), 5), 1),
     )
-    text = snapshot_encode.compose(order.record.template("a", "train", 1), state, state)
+    text = snapshot.compose(order.record.template("a", "train", 1), state, state)
     for other in ("real", "positions"):
         assert (
             builder.load(

@@ -38,10 +38,10 @@ from tokenloom_server.core.state import (
 )
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing.mixer import node_shape
-from tokenloom_server.order import snapshot, snapshot_encode
+from tokenloom_server.order import snapshot, state_document
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.snapshot import ResumePoint
-from tokenloom_server.order.state_shape import Shape
+from tokenloom_server.order.state_document import Shape
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.manifest import Manifest
 
@@ -61,7 +61,7 @@ class Case:
         self.state = pipeline.state()
         self.template = self.order.record.template(UID, "train", 4)
         self.resume_state = encode_state(self.order, self.base)
-        self.text = snapshot_encode.compose(
+        self.text = snapshot.compose(
             self.template, self.resume_state, encode_state(self.order, self.state)
         )
 
@@ -141,7 +141,7 @@ def test_the_text_is_canonical_and_depends_on_no_order_of_keys(case: Case) -> No
     shuffled = {key: document[key] for key in reversed(document)}
     assert seal(shuffled) == case.text
     template, there = dict(reversed(case.template.items())), encode_state(case.order, case.state)
-    assert snapshot_encode.compose(template, case.resume_state, there) == case.text
+    assert snapshot.compose(template, case.resume_state, there) == case.text
 
 
 def test_earlier_tools_find_what_they_read(case: Case) -> None:
@@ -201,8 +201,8 @@ def test_two_hundred_sources_take_at_most_96_kilobytes() -> None:
         "order_version": 3,
         "tokenizer": {"digest": "f" * 64, "engine": "gigatoken", "version": "0.10.0"},
     }
-    resume_state = snapshot_encode.encode_state(state, shape)
-    text = snapshot_encode.compose(template, resume_state, resume_state)
+    resume_state = state_document.encode_state(state, shape)
+    text = snapshot.compose(template, resume_state, resume_state)
     assert len(text.encode()) <= 96 * 1024
     assert snapshot.parse(text, template, lambda *_: shape, config).base == state
 
@@ -351,7 +351,11 @@ SWAPPED = [
         "format version 1, this release has 2: restore it with the Tokenloom release that wrote it",
     ),
     ("version", 3, "format version 3"),
-    ("resume_state.version", 1, "resume_state.version: Input should be 2; found '1'"),
+    (
+        "resume_state.version",
+        1,
+        "resume_state.version: found 1; expected a whole number from 2 to 2",
+    ),
     ("version", 0, "format version 0"),
     ("version", "1", "format version '1'"),
     ("version", True, "format version True"),
@@ -366,10 +370,10 @@ SWAPPED = [
         "the snapshot's order_version is 1, this run's is 3: restore it with the Tokenloom",
     ),
     ("config_digest", "0" * 64, "restore the mixture file that the run began with"),
-    ("config", {}, "config: expected JSON, compressed by bzip2, in base 64"),
+    ("config", {}, "config: found {}; expected str"),
     ("config", "e30", "config: "),
     ("config", packed("{}{"), "config: "),
-    ("config", packed("[" * 10**5), "config: expected JSON"),
+    ("config", packed("[" * 10**5), "; expected JSON, compressed by bzip2, in base 64"),
     ("config", packed('{"config": [1]}'), "config.config: "),
     ("manifest_digest", "0" * 64, "restore the data files that the run began with"),
     ("tokenizer.engine", "other", "restore that tokeniser and engine version"),
@@ -386,16 +390,20 @@ SWAPPED = [
     (
         "total_tokens",
         INDEX * 8 + 1,
-        f"total_tokens is {INDEX * 8 + 1}, but {INDEX} samples of 8 tokens have",
+        f"total_tokens: found 505; expected 504: those of {INDEX} samples",
     ),
-    ("digest", f"{DIGEST_MODULUS:032x}", "is not below 2^127"),
-    ("digest", "f" * 32, "is not below 2^127"),
+    ("digest", f"{DIGEST_MODULUS:032x}", "digest: found"),
+    ("digest", "f" * 32, "digest: found"),
     ("digest", "F" * 32, "digest: "),
     ("digest", "0" * 31, "digest: "),
     ("surprise", 1, "surprise: "),
     ("resume_state", [], "resume_state: "),
     ("resume_state.sample_index", BASE + 1, ""),
-    ("resume_state.total_tokens", BASE * 8 + 8, "resume_state.total_tokens is"),
+    (
+        "resume_state.total_tokens",
+        BASE * 8 + 8,
+        "resume_state.total_tokens: found 488; expected 480",
+    ),
     ("resume_state.digest", f"{DIGEST_MODULUS:032x}", "resume_state.digest"),
     ("resume_state.surprise", 1, "resume_state.surprise: "),
     ("resume_state.datasets", [], "resume_state.datasets does not list this run's sources"),
@@ -404,41 +412,61 @@ SWAPPED = [
         "parquet:other:ids",
         "only there: ['parquet:other:ids'], only here: ['parquet:data/code",
     ),
-    (f"{DATASET}.id", 1, "resume_state.datasets.0: id is 1, but 'parquet:"),
-    (f"{DATASET}.shard", "data/code-9.parquet", "shard 'data/code-9.parquet' at "),
-    (f"{DATASET}.shard_index", 1, "is not in this run's manifest"),
-    (f"{DATASET}.shard_index", 2, "shard_index is 2, but this run's source has 2 files"),
-    (f"{DATASET}.shard_index", MAX_COUNTER, "but this run's source has 2 files"),
-    (f"{DATASET}.packed_samples", 3, "packed_samples is 3"),
+    (
+        f"{DATASET}.id",
+        1,
+        "resume_state.datasets.0.id: found 1; expected 0: as this run writes 'parquet:",
+    ),
+    (
+        f"{DATASET}.shard",
+        "data/code-9.parquet",
+        ".shard: found 'data/code-9.parquet'; expected 'data/code-0",
+    ),
+    (
+        f"{DATASET}.shard_index",
+        1,
+        ".shard: found 'data/code-0.parquet'; expected 'data/code-1.parquet'",
+    ),
+    (f"{DATASET}.shard_index", 2, ".shard_index: found 2; expected a whole number from 0 to 1"),
+    (f"{DATASET}.shard_index", MAX_COUNTER, ".shard_index: found"),
+    (f"{DATASET}.packed_samples", 3, ".row_token_offset: found 29; expected no such field"),
     ("resume_state.version", 1, "resume_state.version: "),
     ("resume_state.version", 3, "resume_state.version: "),
-    (f"{DATASET}.samples", 10**9, "resume_state.datasets.0: token_offset is"),
-    (f"{DATASET}.token_offset", 0, "resume_state.datasets.0: token_offset is 0"),
+    (
+        f"{DATASET}.samples",
+        10**9,
+        "resume_state.datasets.0.token_offset: found 216; expected 8000000000",
+    ),
+    (f"{DATASET}.token_offset", 0, "resume_state.datasets.0.token_offset: found 0; expected 216"),
     (
         f"{DATASET}.skipped_samples",
         10**6,
-        f"{DATASET}: skipped_samples is 1000000, but it is a part of samples",
+        f"{DATASET}.skipped_samples: found 1000000; expected at most 27, as a part of samples",
     ),
-    (f"{DATASET}.skipped_rows", 1, f"{DATASET}: skipped_rows is 1, but it is a part of rows"),
+    (f"{DATASET}.skipped_rows", 1, f"{DATASET}.skipped_rows: found 1; expected None"),
     (
         f"{DATASET}.skipped_tokens",
         8,
-        f"{DATASET}: skipped_tokens is 8, but it is a part of token_offset",
+        f"{DATASET}.skipped_tokens: found 8; expected None",
     ),
-    (f"{DATASET}.exhausted", True, "resume_state.nodes.0.0"),
+    (f"{DATASET}.exhausted", True, f"{DATASET}.dropped_tokens: found None; expected 0"),
     (f"{DATASET}.exhausted", 1, f"{DATASET}.exhausted: "),
     (f"{DATASET}.extra", 1, f"{DATASET}.extra: "),
     (
         "resume_state.nodes",
         [],
-        "resume_state.nodes: the nodes have [] children, but this run's mixture has [3, 2]",
+        "resume_state.nodes: found []; expected [3, 2]: so many children each",
     ),
-    ("resume_state.nodes", [[], []], "the nodes have [0, 0] children"),
-    ("resume_state.nodes.1", [], "the nodes have [3, 0] children"),
+    ("resume_state.nodes", [[], []], "nodes: found [0, 0]; expected [3, 2]"),
+    ("resume_state.nodes.1", [], "nodes: found [3, 0]; expected [3, 2]"),
     ("resume_state.nodes.0.0", [1, 8, 0], "resume_state.nodes.0.0"),
-    ("resume_state.nodes.0.0.2", 2**53, "resume_state.nodes.0.0: credits are within"),
-    ("resume_state.nodes.0.0.2", -(2**53), "resume_state.nodes.0.0: credits are within"),
-    ("resume_state.nodes.0.0.2", 10**30, "credits are within"),
+    (
+        "resume_state.nodes.0.0.2",
+        2**53,
+        f"nodes.0.0.2: found {2**53}; expected a whole number from {-MAX_COUNTER}",
+    ),
+    ("resume_state.nodes.0.0.2", -(2**53), "resume_state.nodes.0.0.2: "),
+    ("resume_state.nodes.0.0.2", 10**30, "resume_state.nodes.0.0.2: "),
     ("resume_state.nodes.0.0.2", 1.5, "resume_state.nodes.0.0.2: "),
     ("resume_state.nodes.0.0.3", 2, "resume_state.nodes.0.0.3: "),
     ("resume_state.nodes.0.0.3", 1, "resume_state.nodes.0.0"),
@@ -521,43 +549,42 @@ IN_PACKED_ROWS: dict[str, Any] = {
     "shard_index": 0,
     "row_offset": 3,
 } | {"packed_samples": 3}
-NO_MORE = "samples is {samples}, but it has no "
 PLACES: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
     (
         {},
         "0",
         IN_A_WINDOW,
-        "0: it has window_row, but where this run's source stands is said by row_offset",
+        "0: found ('window', 'window_row'); expected ('shard_index', 'row_offset')",
     ),
     (
         {},
         "0",
         IN_AN_EPOCH,
-        "0: it has epoch_rows, but where this run's source stands is said by row_offset",
+        "0: found ('epoch_rows',); expected ('shard_index', 'row_offset')",
     ),
-    ({}, "0", {}, f"0: {NO_MORE}row_offset"),
-    ({"shuffle": "rows"}, "0", {}, f"0: {NO_MORE}window_row"),
+    ({}, "0", {}, "0: found (); expected ('shard_index', 'row_offset')"),
+    ({"shuffle": "rows"}, "0", {}, "0: found (); expected ('window', 'window_row')"),
     (
         {"shuffle": "rows"},
         "0",
         {**IN_A_FILE, "shard": "data/code-0.parquet"},
-        "0: it has row_offset, but",
+        "0: found ('shard_index', 'row_offset'); expected ('window', ",
     ),
-    ({"lanes": 2}, "0.lanes.1", {}, "lanes.1: samples is "),
-    ({"lanes": 2}, "0.lanes.1", IN_A_WINDOW, "lanes.1: it has window_row, but"),
-    ({"lanes": 2}, "0.lanes.1", IN_AN_EPOCH, "lanes.1: it stands in an epoch, as no lane does"),
-    ({}, "0", IN_PACKED_ROWS, "0: packed_samples is 3, but this run's packing has no such place"),
+    ({"lanes": 2}, "0.lanes.1", {}, "lanes.1: found (); expected"),
+    ({"lanes": 2}, "0.lanes.1", IN_A_WINDOW, "lanes.1: found ('window', 'window_row'); expected"),
+    ({"lanes": 2}, "0.lanes.1", IN_AN_EPOCH, "lanes.1.epoch: found 0; expected no such field"),
+    ({}, "0", IN_PACKED_ROWS, "0.packed_samples: found 3; expected None"),
     (
         {"packing": "best_fit"},
         "0",
         {**IN_A_FILE, "shard": "data/code-0.parquet", "row_token_offset": 2, "packed_samples": 3},
-        "0: packed_samples is 3 beside a row_token_offset of 2",
+        "0.row_token_offset: found 2; expected no such field",
     ),
     (
         {"packing": "best_fit", "lanes": 2},
         "0.lanes.1",
         {**IN_A_FILE, "row_token_offset": 2, "packed_samples": 3},
-        "0.lanes.1: packed_samples is 3 beside a row_token_offset of 2",
+        "0.lanes.1.row_token_offset: found 2; expected no such field",
     ),
 ]
 
@@ -576,7 +603,6 @@ def test_a_place_where_the_source_cannot_stand_is_refused(
         ),
     )
     document = json.loads(encode_state(order, advanced(order, order.initial(), 7)))
-    (samples,) = (entry["samples"] for entry in document["datasets"])
     holder, key = within(document["datasets"], path)
     at = holder[key]
     for field in PLACE:
@@ -584,7 +610,7 @@ def test_a_place_where_the_source_cannot_stand_is_refused(
     at |= place
     with pytest.raises(SnapshotInvalid) as caught:
         decode_state(order, canonical(document))
-    assert says.format(samples=samples) in str(caught.value)
+    assert says in str(caught.value)
 
 
 def test_states_of_two_runs_cannot_be_mixed(case: Case) -> None:
@@ -596,7 +622,7 @@ def test_states_of_two_runs_cannot_be_mixed(case: Case) -> None:
             datasets[i]["token_offset"] += sign * 8
 
     with pytest.raises(
-        SnapshotInvalid, match=r"resume_state.nodes.0.0: .* is not what source 0 says itself"
+        SnapshotInvalid, match=r"resume_state.nodes.0.0: found .* of source 0, as that says itself"
     ):
         case.parse(case.changed(change))
 
@@ -611,7 +637,7 @@ def test_an_inner_node_must_count_what_its_children_count(case: Case) -> None:
         document["resume_state"]["datasets"][1]["token_offset"] += 8
 
     with pytest.raises(
-        SnapshotInvalid, match=r"resume_state.nodes.0.2: .* is not what node 1 says itself"
+        SnapshotInvalid, match=r"resume_state.nodes.0.2: found .* of node 1, as that says itself"
     ):
         case.parse(case.changed(change))
 

@@ -284,12 +284,10 @@ def test_a_state_of_a_line_without_the_revision_is_refused(
     assert timeline.decode(states[0][9]) == timeline.decode(states[1][9])
     with pytest.raises(
         SnapshotInvalid,
-        match="at sample 10 has none, but in force there is the revision from sample",
+        match=r"revisions: found None; expected \(10, .*: it was dropped, or made on another line",
     ):
         timeline.decode(states[0][10])
-    with pytest.raises(
-        SnapshotInvalid, match="has the revision from sample 10 on, but in force there is none"
-    ):
+    with pytest.raises(SnapshotInvalid, match=r"revisions: found \(10, .*; expected None"):
         plain.decode(states[1][20])
 
 

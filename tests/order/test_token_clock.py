@@ -176,7 +176,7 @@ def test_each_state_after_it_is_checked_as_linear_plus_offset(order: PipelineFac
         ):
             document = json.loads(text)
             document[field] += by
-            with pytest.raises(SnapshotInvalid, match="total_tokens is"):
+            with pytest.raises(SnapshotInvalid, match="total_tokens: found"):
                 timeline.decode(canonical(document))
 
 

@@ -210,13 +210,13 @@ def test_what_a_source_counts_is_held_against_its_files(
     entry, of_epoch = datasets(state)[0], sum(map(len, files))
     beyond = of_epoch * (1 + max(lane["epoch"] for lane in entry.get("lanes") or [entry])) + 1
     for field, value, says in (
-        ("rows", beyond, f"rows is {beyond}, but it began . epochs of {of_epoch} rows"),
+        ("rows", beyond, f": rows is {beyond}, but it began . epochs of {of_epoch} rows"),
         (
             "bad_rows",
             entry["rows"] + 1,
-            f"bad_rows is {entry['rows'] + 1}, but it is a part of rows",
+            f".bad_rows: found {entry['rows'] + 1}; expected at most {entry['rows']}",
         ),
-        ("padding_tokens", entry["token_offset"] + 1, "padding_tokens is"),
+        ("padding_tokens", entry["token_offset"] + 1, ".padding_tokens: found"),
     ):
 
         def forge(document: dict[str, Any], field: str = field, value: int = value) -> None:
@@ -225,7 +225,7 @@ def test_what_a_source_counts_is_held_against_its_files(
             for counted in [forged, *forged.get("lanes", [])[:1]]:
                 counted[field] = counted.get(field, 0) + more
 
-        with pytest.raises(SnapshotInvalid, match=f"resume_state.datasets.0: {says}"):
+        with pytest.raises(SnapshotInvalid, match=f"resume_state.datasets.0{says}"):
             Trainer(served, state=changed(state, forge), takeover=True)
     Trainer(served, state=state, takeover=True).take(1)
 

@@ -17,7 +17,7 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.mixing.catalog import policies
-from tokenloom_server.order import builder, snapshot, snapshot_encode
+from tokenloom_server.order import builder, state_document
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline
 
@@ -228,12 +228,12 @@ def random_presences(rng: random.Random, run: RunConfig, share: float = 0.12) ->
 
 def encode_state(order: PipelineFactory, state: State) -> str:
     """``resume_state`` of a run without phases and revisions."""
-    return snapshot_encode.encode_state(state, order.record.shape)
+    return state_document.encode_state(state, order.record.shape)
 
 
 def decode_state(order: PipelineFactory, resume_state: str) -> State:
     """Reads ``encode_state`` back."""
-    return snapshot.decode_state(resume_state, lambda *_: order.record.shape)
+    return state_document.decode_state(resume_state, lambda *_: order.record.shape)
 
 
 def reread(order: PipelineFactory, state: State) -> State:

@@ -15,7 +15,8 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.errors import SnapshotInvalid, TokenizerError
 from tokenloom_server.order import builder, snapshot
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.snapshot_encode import compose, encode_state
+from tokenloom_server.order.snapshot import compose
+from tokenloom_server.order.state_document import encode_state
 from tokenloom_server.tokenizer.definition import TokenizerDefinition
 from tokenloom_server.tokenizer.engine import GigatokenEngine, TokenizersEngine
 from tokenloom_server.tokenizer.engine_ids import PROBES, EngineIds

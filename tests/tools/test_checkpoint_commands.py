@@ -27,7 +27,7 @@ from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.cli.app import app
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.order import snapshot_encode
+from tokenloom_server.order import snapshot
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.tools.checkpoint import report
 from tokenloom_server.tools.checkpoint.content import Child, Content, Node, read
@@ -60,7 +60,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pipeline.advance(more)
         state = pipeline.state()
         template = order.record.template(UID, "train", 2)
-        text = snapshot_encode.compose(template, base, Timeline(order).encode(state))
+        text = snapshot.compose(template, base, Timeline(order).encode(state))
         found.append(text)
     return found
 
@@ -757,7 +757,7 @@ def test_probabilities_are_those_at_the_sample_index_of_a_young_state_too(
         state = advanced(order, first, more)
         template = order.record.template(UID, "train", 2)
         path = tmp_path / f"{more}.json"
-        save_plain(path, snapshot_encode.compose(template, base, Timeline(order).encode(state)))
+        save_plain(path, snapshot.compose(template, base, Timeline(order).encode(state)))
         assert "of None in all" in run("probabilities", path)
         printed = json.loads(
             run("probabilities", path, "--mixture", tmp_path / "mixture.yaml", "--json")

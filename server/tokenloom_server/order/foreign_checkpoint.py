@@ -32,7 +32,7 @@ from tokenloom_server.order.nested_state import read_entries
 from tokenloom_server.order.position_line import position_line
 from tokenloom_server.order.returning import returning
 from tokenloom_server.order.snapshot import ResumePoint
-from tokenloom_server.order.state_shape import Shape
+from tokenloom_server.order.state_document import Shape
 from tokenloom_server.order.timeline import Timeline
 
 #: Every state carries what is preserved, and travels to every rank; bytes.

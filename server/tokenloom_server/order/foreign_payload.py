@@ -18,7 +18,7 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order.nested_state import as_resume_state, is_nested
-from tokenloom_server.order.snapshot_document import MAX_BYTES
+from tokenloom_server.order.snapshot import MAX_BYTES
 
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
 _RowOffsetOf = Literal["spec", "shard"]

@@ -29,7 +29,7 @@ from tokenloom_server.core.state import ORDER_VERSION
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError, LedgerError
 from tokenloom_server.mixing.mixer import node_shape
-from tokenloom_server.order import state_shape
+from tokenloom_server.order import state_document
 from tokenloom_server.order.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest
@@ -144,10 +144,10 @@ class RunRecord:
         return begin_of_text_id(self.tokenizer, self.config.begin_of_text_id, needed=needed)
 
     @cached_property
-    def shape(self) -> state_shape.Shape:
+    def shape(self) -> state_document.Shape:
         """What states of the run look like."""
         config = self.config
-        return state_shape.Shape(
+        return state_document.Shape(
             specs=self.specs,
             shards=self.shard_paths,
             nodes={node.id: node_shape(config, node).child_ids for node in config.nodes},

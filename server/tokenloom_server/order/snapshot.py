@@ -1,4 +1,4 @@
-"""Reading a snapshot: from its text, or from a ``resume_state``, to the state that a run goes on from.
+"""Snapshots: a state of a run, sealed with all that it takes to go on from it, and plain for other tools to read.
 
 A snapshot names a sample index and carries ``resume_state``, the state at the state boundary at or
 before it; a restore goes forward from the one to the other and must meet the digest. Boundaries are
@@ -7,35 +7,113 @@ the same for all ranks, so every rank (and the server) writes the same text.
 
 from __future__ import annotations
 
+import bz2
+import json
+import re
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenloom_proto.seal import canonical
+from tokenloom_proto.resume import composed
+from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, unseal
 
 from tokenloom_server.config.differences import changed_beside, differences, refuse
 from tokenloom_server.config.order_fields import digest_of
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.state import ChildState, Imported, Skip, SourceState, State, digest_hex
+from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order.snapshot_checks import (
-    check_lanes,
-    check_mixture,
-    check_nodes,
-    check_parts,
-    check_place,
-    check_position,
+from tokenloom_server.order.state_document import (
+    ANOTHER_RELEASE,
+    COUNT,
+    DIGEST,
+    RESUME_STATE,
+    Shape,
+    ShapeAt,
+    Table,
+    all_skips,
+    check,
+    dataset,
+    fitted,
+    known,
+    misfit,
+    state_of,
 )
-from tokenloom_server.order.snapshot_document import (
-    KnownDataset,
-    PreservedDataset,
-    ResumeStateDocument,
-    SnapshotDocument,
-    read_document,
-    read_resume_state,
+
+#: A snapshot of 200 sources has at most 96 KB; larger mixtures are larger, but nothing honest is above this.
+MAX_BYTES = 16 * 2**20
+
+_SNAPSHOT = Table(
+    {
+        "format": str,
+        "version": int,
+        "run": str,
+        "stream": str,
+        "sample_index": COUNT,
+        "digest": DIGEST,
+        "total_tokens": COUNT,
+    },
+    {
+        "run_uid": re.compile("(?s).{1,256}"),
+        "generation": COUNT,
+        "seed": int,
+        "order_version": int,
+        "config_digest": str,
+        # What has this digest (``config``), and what is ``beside`` the order; packed.
+        "config": str,
+        "manifest_digest": str,
+        "tokenizer": Table({}, {}, str),
+        # Of what the engine gave when the run began; missing for bytes, and without text.
+        "engine_ids": str,
+        "resume_state": RESUME_STATE,
+        # By spec, what each source gave up to the sample index: samples, tokens, real_tokens.
+        "counts": Table({}, {}, Table({}, {}, COUNT)),
+        "real_tokens": COUNT,
+    },
 )
-from tokenloom_server.order.snapshot_encode import encode_state
-from tokenloom_server.order.state_shape import Shape, ShapeAt
+
+
+def compose(template: Mapping[str, Any], resume_state: str, there: str) -> str:
+    """The sealed snapshot at a sample index: ``there`` is the state at it, ``resume_state`` the one at the boundary
+    before it, both as ``encode_state`` wrote them. The client does the same with what the wire carries."""
+    state = json.loads(there)
+    place = state["sample_index"], state["total_tokens"], state["digest"]
+    return composed(template, resume_state, state, *place)
+
+
+def _read(text: str | bytes) -> dict[str, Any]:
+    """What a snapshot says, its ``config`` unpacked. Raises ``SnapshotInvalid`` naming the field."""
+    if len(text) > MAX_BYTES:
+        raise SnapshotInvalid(f"the snapshot has {len(text)} bytes; expected at most {MAX_BYTES}")
+    try:
+        document = unseal(text)
+    except ValueError as error:
+        raise SnapshotInvalid(str(error)) from None
+    if document.get("format") != SNAPSHOT_FORMAT:
+        raise SnapshotInvalid(f"format is {document.get('format')!r}, expected {SNAPSHOT_FORMAT!r}")
+    version = document.get("version")
+    if version != SNAPSHOT_VERSION:
+        raise SnapshotInvalid(
+            f"the snapshot has format version {version!r}, this release has {SNAPSHOT_VERSION}{ANOTHER_RELEASE}"
+        )
+    check(document, _SNAPSHOT, "")
+    document["config"] = _unpacked(document.get("config"))
+    return document
+
+
+def _unpacked(text: str | None) -> dict[str, dict[str, Any]]:
+    if text is None:
+        return {}
+    try:
+        config: dict[str, Any] = json.loads(
+            bz2.BZ2Decompressor().decompress(b64decode(text), MAX_BYTES)
+        )
+    except (ValueError, OSError, RecursionError) as error:
+        raise misfit(
+            "config", text, f"JSON, compressed by bzip2, in base 64, but {error}"
+        ) from None
+    check(config, Table({}, {}, dict), "config")
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +140,13 @@ class ResumePoint:
     @classmethod
     def of(cls, state: State, notes: tuple[str, ...] = ()) -> ResumePoint:
         """At a state, which begins a lineage of its own."""
-        index, tokens = state.sample_index, state.total_tokens
         return cls(
-            sample_index=index,
+            sample_index=state.sample_index,
             digest=digest_hex(state.digest),
-            total_tokens=tokens,
+            total_tokens=state.total_tokens,
             base=state,
             notes=notes,
         )
-
-
-def decode_state(resume_state: str, shape_at: ShapeAt) -> State:
-    """Reads ``encode_state`` back. Raises ``SnapshotInvalid`` naming the field that does not fit the run."""
-    return _state(read_resume_state(resume_state), shape_at)
 
 
 def parse(
@@ -86,66 +158,59 @@ def parse(
     caller's to compare); ``config`` is the run's. Raises ``SnapshotInvalid``, naming the field, both values and the
     remedy.
     """
-    snapshot = read_document(text)
+    snapshot = _read(text)
     for field, remedy in _REMEDIES.items():
-        theirs, ours = getattr(snapshot, field), template.get(field)
-        if field == "tokenizer" and _gives_the_same(snapshot, template):
+        theirs, ours = snapshot.get(field), template.get(field)
+        if theirs in (None, ours) or (field == "tokenizer" and _gives_the_same(snapshot, template)):
             continue
-        if theirs is not None and theirs != ours:
-            if field == "config_digest":
-                refuse(config, differences(config, snapshot.config), SnapshotInvalid)
-                if theirs == digest_of(snapshot.config.get("config")):
-                    continue  # it counts otherwise, which makes no difference
-            raise SnapshotInvalid(
-                f"the snapshot's {field} is {theirs!r}, this run's is {ours!r}: {remedy}"
-            )
-    if snapshot.resume_state is None:
-        if snapshot.sample_index or int(snapshot.digest, 16) or snapshot.total_tokens:
-            raise SnapshotInvalid(
-                f"resume_state is missing, and sample_index is {snapshot.sample_index}, not 0"
-            )
+        if field == "config_digest":
+            refuse(config, differences(config, snapshot["config"]), SnapshotInvalid)
+            if theirs == digest_of(snapshot["config"].get("config")):
+                continue  # it counts otherwise, which makes no difference
+        raise SnapshotInvalid(
+            f"the snapshot's {field} is {theirs!r}, this run's is {ours!r}: {remedy}"
+        )
+    index, tokens, resume = (
+        snapshot["sample_index"],
+        snapshot["total_tokens"],
+        snapshot.get("resume_state"),
+    )
+    if resume is None:
+        if index or int(snapshot["digest"], 16) or tokens:
+            raise SnapshotInvalid(f"resume_state is missing, and sample_index is {index}, not 0")
         base, passed = None, dict[int, int]()
     else:
         needed = (*_REMEDIES, "run_uid", "generation", "counts", "real_tokens")
-        missing = [field for field in needed if getattr(snapshot, field) is None]
-        if missing:
+        if missing := [field for field in needed if field not in snapshot]:
             raise SnapshotInvalid(
                 f"{', '.join(missing)} missing: they must be there beside resume_state"
             )
-        base = _state(snapshot.resume_state, shape_at)
-        if base.sample_index > snapshot.sample_index:
+        base = fitted(resume, shape_at)
+        if base.sample_index > index:
             raise SnapshotInvalid(
-                f"resume_state is at sample {base.sample_index}, beyond sample_index {snapshot.sample_index}"
+                f"resume_state is at sample {base.sample_index}, beyond sample_index {index}"
             )
         passed = {skip.sample_index: skip.samples for skip in base.skips}
-        passed |= {
-            i: samples
-            for i, samples in snapshot.resume_state.all_skips
-            if i < snapshot.sample_index
-        }
-        shape = shape_at(snapshot.sample_index, base.clock_offset)
-        check_position("", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape)
+        passed |= {i: samples for i, samples in all_skips(resume) if i < index}
+        if tokens != (expected := shape_at(index, base.clock_offset).tokens_at(index)):
+            raise misfit("total_tokens", tokens, f"{expected}: those of {index} samples")
     return ResumePoint(
-        sample_index=snapshot.sample_index,
-        digest=snapshot.digest,
-        total_tokens=snapshot.total_tokens,
+        sample_index=index,
+        digest=snapshot["digest"],
+        total_tokens=tokens,
         base=base,
-        run_uid=snapshot.run_uid,
-        generation=snapshot.generation or 0,
-        counts=snapshot.counts,
+        run_uid=snapshot.get("run_uid"),
+        generation=snapshot.get("generation", 0),
+        counts=snapshot.get("counts"),
         passed=tuple(passed.items()),
-        changed=changed_beside(config, snapshot.config),
+        changed=changed_beside(config, snapshot["config"]),
     )
 
 
-def _gives_the_same(snapshot: SnapshotDocument, template: Mapping[str, Any]) -> bool:
+def _gives_the_same(snapshot: Mapping[str, Any], template: Mapping[str, Any]) -> bool:
     """Whether the snapshot's engine gave for the run's rows what the run's own engine gave, with the same tokeniser."""
-    same_files = (snapshot.tokenizer or {}).get("digest") == template["tokenizer"]["digest"]
-    return (
-        same_files
-        and snapshot.engine_ids is not None
-        and snapshot.engine_ids == template.get("engine_ids")
-    )
+    theirs = snapshot["tokenizer"].get("digest"), snapshot.get("engine_ids")
+    return theirs == (template["tokenizer"]["digest"], template.get("engine_ids", ""))
 
 
 _REMEDIES = {
@@ -160,129 +225,45 @@ _REMEDIES = {
 }
 
 
-def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
-    shape = shape_at(resume.sample_index, resume.clock_offset)
-    check_mixture(resume, shape)
-    check_position("resume_state.", resume.sample_index, resume.total_tokens, resume.digest, shape)
-    datasets = [entry for entry in resume.datasets if isinstance(entry, KnownDataset)]
-    began = resume.imported
-    if began is not None and began.sample_index > resume.sample_index:
-        raise SnapshotInvalid(
-            f"resume_state.imported.sample_index is {began.sample_index}, beyond sample_index {resume.sample_index}"
-        )
-    sources = _sources(datasets, shape)
-    nodes = tuple(
-        tuple(
-            ChildState(samples, tokens, credit, bool(out), *made)
-            for samples, tokens, credit, out, *made in children
-        )
-        for children in resume.nodes
-    )
-    skips = _skips(resume)
-    check_nodes(nodes, sources, resume.sample_index, sum(skip.samples for skip in skips), shape)
-    return State(
-        sample_index=resume.sample_index,
-        total_tokens=resume.total_tokens,
-        digest=int(resume.digest, 16),
-        sources=sources,
-        nodes=nodes,
-        preserved=_preserved(resume),
-        imported=Imported(began.sample_index, int(began.digest, 16)) if began is not None else None,
-        clock_offset=resume.clock_offset,
-        skips=skips,
-    )
+class ForeignSnapshot(NamedTuple):
+    """A snapshot as it is, of whichever run that has begun: for forks and revisions."""
 
-
-def _skips(resume: ResumeStateDocument) -> tuple[Skip, ...]:
-    return tuple(map(Skip._make, resume.skips))
-
-
-def _preserved(resume: ResumeStateDocument) -> tuple[str, ...]:
-    entries = [entry for entry in resume.datasets if isinstance(entry, PreservedDataset)]
-    return tuple(canonical(entry.model_dump(exclude={"unknown"})) for entry in entries)
-
-
-def _sources(datasets: Sequence[KnownDataset], shape: Shape) -> tuple[SourceState, ...]:
-    if [dataset.spec for dataset in datasets] != list(shape.specs):
-        theirs, ours = {dataset.spec for dataset in datasets}, set(shape.specs)
-        raise SnapshotInvalid(
-            "resume_state.datasets does not list this run's sources in their order; "
-            f"only there: {sorted(theirs - ours) or 'none'}, only here: {sorted(ours - theirs) or 'none'}"
-        )
-    sources = []
-    for i, dataset in enumerate(datasets):
-        where, shuffle = f"resume_state.datasets.{i}", shape.shuffles[i]
-        if dataset.id != i:
-            raise SnapshotInvalid(
-                f"{where}: id is {dataset.id}, but {dataset.spec!r} is this run's source {i}"
-            )
-        if dataset.shuffle != shuffle:
-            raise SnapshotInvalid(
-                f"{where}: shuffle is {dataset.shuffle!r}, but {dataset.spec!r} of this run has {shuffle!r}"
-            )
-        check_place(where, i, dataset, shape)
-        if (
-            shape.total_tokens is None
-            and dataset.token_offset != dataset.samples * shape.sample_tokens
-        ):
-            raise SnapshotInvalid(
-                f"{where}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
-                f"{shape.sample_tokens} tokens have {dataset.samples * shape.sample_tokens}"
-            )
-        check_parts(i, dataset)
-        check_lanes(i, dataset, shape)
-        sources.append(dataset.state)
-    return tuple(sources)
-
-
-# Of another run, for forks and revisions: what a snapshot says, whether it fits or not.
-
-
-class ForeignSnapshot(SnapshotDocument):
-    """A snapshot as it is, of whichever run that has begun."""
-
-    resume_state: ResumeStateDocument
+    run: str
+    run_uid: str | None
+    generation: int | None
+    sample_index: int
+    total_tokens: int
+    digest: str
+    config_digest: str | None
+    manifest_digest: str | None
+    tokenizer: Mapping[str, str] | None
+    resume_state: Mapping[str, Any]
+    state: State
+    #: Where they stand in it, as ``datasets`` has them.
+    sources: Sequence[Mapping[str, Any]]
 
     @property
     def revisions(self) -> Sequence[tuple[int, Mapping[str, Any]]]:
         """(sample index, content) of the revisions that it carries."""
-        return [
-            (revision.sample_index, revision.content)
-            for revision in self.resume_state.revisions or ()
-        ]
-
-    @property
-    def skips(self) -> tuple[Skip, ...]:
-        """As in ``State.skips``."""
-        return _skips(self.resume_state)
+        carried = self.resume_state.get("revisions", ())
+        return [(one["sample_index"], one["content"]) for one in carried]
 
     @property
     def origin(self) -> Mapping[str, Any] | None:
         """Where its run was forked from."""
-        return self.resume_state.origin
-
-    @property
-    def preserved(self) -> Sequence[str]:
-        """As in ``State.preserved``."""
-        return _preserved(self.resume_state)
-
-    def sources(self) -> Sequence[KnownDataset]:
-        """Where they stand at the sample index of ``resume_state``, which may lie before that of the snapshot."""
-        return [
-            dataset for dataset in self.resume_state.datasets if isinstance(dataset, KnownDataset)
-        ]
+        return self.resume_state.get("origin")
 
     def at(self, state: State, shape: Shape) -> ForeignSnapshot:
-        """The snapshot with a state of its run that lies after that of ``resume_state``."""
-        resume_state = read_resume_state(encode_state(state, shape))
-        return self.model_copy(update={"resume_state": resume_state})
+        """With a state of its run that lies after that of ``resume_state``."""
+        sources = [dataset(i, source, shape) for i, source in enumerate(state.sources)]
+        return self._replace(state=state, sources=sources)
 
 
 def read_foreign(text: str | bytes) -> ForeignSnapshot | None:
     """What a snapshot says, whichever run it is of; None where that has not begun. Raises ``SnapshotInvalid``."""
-    document = read_document(text)
-    return (
-        ForeignSnapshot.model_construct(**dict(document))
-        if document.resume_state is not None
-        else None
-    )
+    fields = _read(text)
+    resume = fields.get("resume_state")
+    if resume is None:
+        return None
+    names = ForeignSnapshot._fields[:-2]
+    return ForeignSnapshot._make([*map(fields.get, names), state_of(resume), known(resume)])

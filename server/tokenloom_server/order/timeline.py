@@ -18,7 +18,7 @@ from tokenloom_server.core import caller
 from tokenloom_server.core.state import MAX_COUNTER, State, passed_over
 from tokenloom_server.errors import BeyondHorizon, ServerStopping, SnapshotInvalid
 from tokenloom_server.ledger.records import StoredRevision
-from tokenloom_server.order import snapshot, snapshot_checks, snapshot_encode, state_shape
+from tokenloom_server.order import state_document
 from tokenloom_server.order.carry_over import carry
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import validated
@@ -311,7 +311,7 @@ class Timeline:
 
     # --- states as text ------------------------------------------------------------------------------
 
-    def shape_at(self, sample_index: int, clock_offset: int) -> state_shape.Shape:
+    def shape_at(self, sample_index: int, clock_offset: int) -> state_document.Shape:
         """What the states at a sample index look like, under a ``clock_offset``."""
         timeline = self.with_clock(clock_offset)
         shape = timeline.at(sample_index).record.shape
@@ -344,13 +344,13 @@ class Timeline:
             )
         # What its parent passed over, and this run does not any more, is not taken back by an empty ledger.
         origin = replace(self.origin, skips=skips).described() if self.origin is not None else None
-        return snapshot_encode.encode_state(
+        return state_document.encode_state(
             state, self.shape_at(index, state.clock_offset), revisions, origin
         )
 
     def decode(self, resume_state: str) -> State:
         """Reads ``encode`` back. Raises ``SnapshotInvalid``."""
-        return snapshot.decode_state(resume_state, self.shape_at)
+        return state_document.decode_state(resume_state, self.shape_at)
 
     @cached_property
     def _recorded(self) -> Sequence[_Recorded]:
@@ -364,7 +364,7 @@ class Timeline:
                 new = {spec: files[spec] for spec in files if files[spec] != first_files.get(spec)}
                 content |= {"shards": files_to_json(new)} if new else {}
                 recorded.append(
-                    _Recorded(segment.begin, content, snapshot_checks.canonical_content(content))
+                    _Recorded(segment.begin, content, state_document.canonical_content(content))
                 )
         return recorded
 
@@ -373,7 +373,7 @@ class Timeline:
         if "skips" in content:
             # Fewer are those of before, and others of another line.
             return not self.skips.items() < dict(content["skips"]).items()
-        canonical = snapshot_checks.canonical_content(content)
+        canonical = state_document.canonical_content(content)
         return any(
             (one.begin, one.canonical) == (sample_index, canonical) for one in self._recorded
         )

@@ -19,7 +19,7 @@ from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.position_line import position_line
 from tokenloom_server.order.returning import returning
 from tokenloom_server.order.snapshot import ForeignSnapshot
-from tokenloom_server.order.snapshot_document import FileDataset
+from tokenloom_server.order.state_document import all_skips
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.resume_points import ResumePoints
@@ -94,13 +94,13 @@ class ForkHandler:
         if same is None:
             self._refuse_other_batches(foreign)
         ours = {source.source for source in coordinator.order.config.sources}
-        kept = [source for source in theirs.sources() if source.spec in ours]
-        clock_offset = foreign.resume_state.clock_offset
+        kept = [source for source in theirs.sources if source["spec"] in ours]
+        clock_offset = foreign.state.clock_offset
         skips = dict(
-            parent.timeline.skips if parent is not None else foreign.resume_state.all_skips
+            parent.timeline.skips if parent is not None else all_skips(foreign.resume_state)
         )
         # The other run may have skipped at this sample since the snapshot was taken.
-        skips |= {skip.sample_index: skip.samples for skip in theirs.skips}
+        skips |= {skip.sample_index: skip.samples for skip in theirs.state.skips}
         origin = Origin(
             run=foreign.run,
             uid=foreign.run_uid or "",
@@ -110,19 +110,19 @@ class ForkHandler:
             digest=foreign.digest,
             # Those of the run that theirs was forked from are among them.
             left_samples=foreign.sample_index
-            + sum(skip.samples for skip in theirs.skips)
-            - sum(source.samples for source in kept),
+            + sum(skip.samples for skip in theirs.state.skips)
+            - sum(source["samples"] for source in kept),
             left_tokens=foreign.total_tokens
-            + sum(skip.tokens for skip in theirs.skips)
+            + sum(skip.tokens for skip in theirs.state.skips)
             - clock_offset
-            - sum(source.token_offset for source in kept),
+            - sum(source["token_offset"] for source in kept),
             skips=sorted(skips.items()),
         )
         timeline = coordinator.timeline.with_origin(origin).with_clock(clock_offset)
         state = (
             same
             if same is not None
-            else replace(_transplanted(timeline, origin, theirs), skips=theirs.skips)
+            else replace(_transplanted(timeline, origin, theirs), skips=theirs.state.skips)
         )
         return replace(origin, state=timeline.encode(state))
 
@@ -183,22 +183,22 @@ class ForkHandler:
                 coordinator.order.config,
             )
             skipping = coordinator.timeline.skipping(
-                foreign.resume_state.all_skips, foreign.sample_index
+                all_skips(foreign.resume_state), foreign.sample_index
             )
             state = self._points.forward(point, timeline=skipping)
             return foreign.at(
                 state, coordinator.timeline.shape_at(state.sample_index, state.clock_offset)
             ), state
-        state_index = foreign.resume_state.sample_index
+        state_index = foreign.state.sample_index
         if state_index == foreign.sample_index:
-            for source in foreign.sources():
-                drawn = source.shuffle != "none" or source.lanes
+            for source in foreign.sources:
+                drawn = "shuffle" in source or "lanes" in source
                 if (
                     drawn
-                    and source.spec in coordinator.timeline.at(foreign.sample_index).record.specs
+                    and source["spec"] in coordinator.timeline.at(foreign.sample_index).record.specs
                 ):
                     raise SnapshotInvalid(
-                        f"source {source.spec!r} is shuffled in run {foreign.run!r}, so where it stands means "
+                        f"source {source['spec']!r} is shuffled in run {foreign.run!r}, so where it stands means "
                         "something under that run's mixture only: serve its mixture file with this server, too "
                         "(tokenloom serve A.yaml B.yaml)"
                     )
@@ -319,39 +319,38 @@ def _transplanted(timeline: Timeline, origin: Origin, foreign: ForeignSnapshot) 
     """The other run's sources as this run has them; those of both that this run lacks are preserved. Raises
     ``SnapshotInvalid`` naming a file that it lacks."""
     factory = timeline.at(origin.sample_index)
-    theirs = {source.spec: source for source in foreign.sources()}
+    theirs = {
+        entry["spec"]: (entry, source)
+        for entry, source in zip(foreign.sources, foreign.state.sources, strict=True)
+    }
     # Also one of which rows were read, and no sample is of this run.
     left = [
-        own
-        for spec, own in theirs.items()
-        if spec not in factory.record.specs and own.cursor is not None
+        canonical({**entry, "left_by": origin.run})
+        for spec, (entry, source) in theirs.items()
+        if spec not in factory.record.specs and source.cursor is not None
     ]
-    entries = [{**source.model_dump(exclude_unset=True), "left_by": origin.run} for source in left]
-    preserved = [*foreign.preserved, *map(canonical, entries)]
+    preserved = [*foreign.state.preserved, *left]
     sources: list[SourceState] = []
     for spec, shards in zip(factory.record.specs, factory.record.shard_paths, strict=True):
-        known = theirs.get(spec)
-        if known is None:
+        if spec not in theirs:
             sources.append(SourceState())
             continue
-        shard = known.shard if isinstance(known, FileDataset) else None
+        entry, source = theirs[spec]
+        shard = entry.get("shard")
         if shard is not None and shard not in shards:
             raise SnapshotInvalid(
                 f"source {spec!r} stands in {shard!r}, which is not among this run's files of it "
                 f"({', '.join(shards[:5])}{', …' if len(shards) > 5 else ''}): put the file back, or write the spec in "
                 "another way to begin it anew"
             )
-        source = known.state
-        if (
-            known.is_packed
-            and factory.config.packing != "best_fit"
-            and (known.shuffle != "none" or known.lanes)
-        ):
+        is_packed = any("packed_samples" in each for each in (entry, *entry.get("lanes", ())))
+        is_drawn = "shuffle" in entry or "lanes" in entry
+        if is_packed and is_drawn and factory.config.packing != "best_fit":
             raise SnapshotInvalid(
                 f"source {spec!r} is read in a drawn order and packed by best fit, and no other packing can name "
                 "where it stands: fork with packing: best_fit, or write the spec in another way to begin it anew"
             )
-        if known.is_packed or factory.config.packing == "best_fit":
+        if is_packed or factory.config.packing == "best_fit":
             # Rows that are packed together, or a row that has begun, have other samples under these rules.
             source = begun_again(source)
         if isinstance(source.cursor, FileCursor) and shard is not None:

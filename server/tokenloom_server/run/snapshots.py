@@ -19,7 +19,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.commands import SaveSnapshot
 from tokenloom_server.ledger.records import StoredSnapshot
-from tokenloom_server.order import snapshot_encode
+from tokenloom_server.order import snapshot
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.reports.stats import SnapshotInfo
 from tokenloom_server.run.past import Past, covering, lineage
@@ -126,7 +126,7 @@ class Snapshots:
         the run where it is not this ledger's."""
         template = self._coordinator.template(uid or self._coordinator.uid, generation)
         there = self._coordinator.timeline.encode(state, generation)
-        return snapshot_encode.compose(template, resume_state or there, there)
+        return snapshot.compose(template, resume_state or there, there)
 
     def _recomputed(self, index: int, present: int) -> str:
         """By going forward from the nearest state that the ledger has in the index's lineage; ``present``: the

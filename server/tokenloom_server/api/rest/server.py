@@ -93,10 +93,7 @@ class RestServer:
         from tokenloom_server.api.rest.app import create_app
         from tokenloom_server.api.rest.routes import Backend
         from tokenloom_server.api.rest.uvicorn_server import Http
-        from tokenloom_server.order.snapshot_document import ResumeStateDocument, SnapshotDocument
 
-        for document in (SnapshotDocument, ResumeStateDocument):
-            document.model_rebuild()  # which the first restore would otherwise wait for
         app = create_app(
             Backend(runs, version("tokenloom"), grpc_address, self._access, folder),
             self._only_health,
