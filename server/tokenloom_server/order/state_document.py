@@ -151,7 +151,6 @@ _ROWS: dict[Any, tuple[str, ...]] = {
     WindowCursor: ("epoch", "window", "window_row", "row_token_offset"),
 }
 _PLACES = _ROWS | {EpochCursor: ("epoch", "epoch_rows")}
-_fields_of = {kind: attrgetter(*kind.__match_args__) for kind in _PLACES}
 #: The fields that a source has where some of its samples were passed over, and what each is a part of.
 _SKIPPED = {
     "skipped_samples": "samples",
@@ -295,7 +294,7 @@ def _given(standing: SourceState | Lane) -> dict[str, Any]:
     entry = {"samples": standing.samples, "rows": standing.rows}
     cursor, first = standing.cursor, row_cursor(standing.cursor)
     if first is not None:
-        entry |= zip(_PLACES[type(first)], _fields_of[type(first)](first), strict=True)
+        entry |= zip(_PLACES[type(first)], _values_of(type(first))(first), strict=True)
     if isinstance(cursor, PackedCursor):
         del entry["row_token_offset"]
         entry["packed_samples"] = cursor.samples
@@ -303,6 +302,11 @@ def _given(standing: SourceState | Lane) -> dict[str, Any]:
         counts = zip(RowCounts._fields, standing.row_counts, strict=True)
         entry |= {name: count for name, count in counts if count}
     return entry
+
+
+@cache
+def _values_of(kind: Any) -> attrgetter[tuple[int, ...]]:
+    return attrgetter(*kind.__match_args__)
 
 
 def _node(children: Sequence[ChildState]) -> list[list[int]]:
