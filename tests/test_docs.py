@@ -14,7 +14,7 @@ from support.catalog import CATALOG, SOURCES
 from tokenloom.connection import reports
 from tokenloom_server.api import open_files
 from tokenloom_server.api.grpc import servicer
-from tokenloom_server.api.grpc.auth_interceptor import OPEN_THREADS, PEEK_THREADS, READ_THREADS, REFUSAL_THREADS
+from tokenloom_server.api.grpc.endpoint import OPEN_CALLS, PEEK_CALLS, READ_CALLS
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
@@ -165,8 +165,8 @@ def in_bytes(size: int) -> str:
 def bounds() -> dict[str, tuple[str, list[str]]]:
     """By what they are the bounds of: the text that names them, and each as it stands there."""
     chunk_tokens = inspect.signature(tokenloom.token_losses).parameters["chunk_tokens"].default
-    aside = REFUSAL_THREADS + OPEN_THREADS + READ_THREADS + PEEK_THREADS
-    counts = (aside, PEEK_THREADS, MAX_PEEKS, MAX_CALLS, MAX_WORLD_SIZE, MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_REVISIONS)
+    aside = OPEN_CALLS + READ_CALLS + PEEK_CALLS
+    counts = (aside, PEEK_CALLS, MAX_PEEKS, MAX_CALLS, MAX_WORLD_SIZE, MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_REVISIONS)
     sizes = (MAX_REQUEST_BYTES, MAX_BODY_BYTES, MAX_STEP_BYTES, MAX_SNAPSHOT_BYTES, SMALL_REQUEST_BYTES)
     plan_sizes = (size_estimates.COUNTED_BYTES, size_estimates.READ_BYTES, size_estimates.ENCODED_BYTES)
     plan_counts = (size_estimates.MOST_PLACES, picture.SHOWN_SOURCES, segments.MAX_SEGMENTS)
