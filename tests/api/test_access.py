@@ -126,7 +126,7 @@ def test_the_same_on_every_rpc(runs: Runs, access: Access, token: str) -> None:
             call = channel.stream_stream(f"/{service.full_name}/{method.name}")
             code = {}
             for run in (MINE, OTHER, "nowhere"):
-                request = endpoint.RPCS[f"/{service.full_name}/{method.name}"].request()
+                request = endpoint.rpcs()[f"/{service.full_name}/{method.name}"].request()
                 (request.open if method.name == "Stream" else request).run = run
                 ended = call(iter([request.SerializeToString()]), metadata=metadata, timeout=120)
                 try:

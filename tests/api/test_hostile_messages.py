@@ -49,7 +49,7 @@ def random_bytes() -> list[bytes]:
     return [draw.randbytes(draw.randrange(1, 200)) for _ in range(40)]
 
 
-@pytest.mark.parametrize("method", endpoint.RPCS)
+@pytest.mark.parametrize("method", endpoint.rpcs())
 def test_malformed_messages_are_invalid_arguments_and_leave_no_trace_in_the_log(
     address: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:

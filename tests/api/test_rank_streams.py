@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -227,21 +228,25 @@ def test_a_call_that_broke_is_no_goodbye(served: tuple[ServedRun, DataLoaderStub
 
 def test_of_a_ranks_streams_that_nobody_reads_two_stay(tmp_path: Path) -> None:
     # More than what the client's side takes unread.
-    pq.write_table(pa.table({"ids": [[1] * 2**16] * 256}), tmp_path / "ids.parquet")
+    ids = pa.ListArray.from_arrays(np.arange(0, 2**25 + 1, 2**20, np.int32), np.ones(2**25, np.uint8))
+    pq.write_table(pa.table({"ids": ids}), tmp_path / "ids.parquet")
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
     with ExitStack() as until_end:
-        run, address = until_end.enter_context(serving(tmp_path, 2**16))
+        run, address = until_end.enter_context(serving(tmp_path, 2**20))
         calls: list[Any] = []
         joined = None
-        for number in range(5):
+        for _ in range(6):
             channel = until_end.enter_context(grpc.insecure_channel(address, options=options))
             rank = Rank(DataLoaderStub(channel), 0, joined)
-            joined = rank.joined
+            if joined is None:
+                joined = rank.joined
+                while not next(rank.call).HasField("batches"):
+                    pass
+                continue  # from now on there is something for each stream at once
+            rank.call.initial_metadata()  # which comes as the first message is sent
             calls.append(rank.call)
-            if number < 2:
-                wait_for(lambda: len(run.closers) == len(calls), "the stream")
-            else:
-                wait_for(lambda: calls[-3].done(), "the end of the third newest")
+            if len(calls) > 2:
+                wait_for(calls[-3].done, "the end of the third newest")
         assert [call.done() for call in calls] == [True, True, True, False, False]
         assert states(run)[0] == "connected"
 

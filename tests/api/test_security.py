@@ -36,8 +36,8 @@ from tokenloom_proto.credentials import (
 )
 from tokenloom_proto.protocol import VERSION
 from tokenloom_server.api.auth import Access, Scope
+from tokenloom_server.api.grpc import endpoint
 from tokenloom_server.api.grpc.endpoint import PEEK_CALLS, READ_CALLS
-from tokenloom_server.api.grpc.endpoint import RPCS as SERVED
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.page import page_files
@@ -327,7 +327,7 @@ def test_where_a_token_is_asked_for_the_server_answers_to_any_of_its_names(http:
 # gRPC: every method of every service that the server has
 
 #: The least scope of each RPC, by its path.
-RPCS = {path: rpc.scope for path, rpc in SERVED.items()}
+RPCS = {path: rpc.scope for path, rpc in endpoint.rpcs().items()}
 
 
 def rpcs() -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -20,7 +20,6 @@ from tokenloom_server.api.auth import Access, Scope, Token
 from tokenloom_server.api.grpc.connections import close_connection
 from tokenloom_server.api.grpc.rings import Rings
 from tokenloom_server.api.grpc.rpc import Call, Rpc, details_of, metadata_of, read, shown
-from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader
 from tokenloom_server.api.grpc.stream import BREAK_S, FINISH_S, NO_OPENING, ClientStream
 from tokenloom_server.api.service import Runs
@@ -49,8 +48,6 @@ OTHER_RPCS: Mapping[str, Rpc] = {
     "/grpc.health.v1.Health/Watch": Rpc(Scope.READ),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Rpc(Scope.READ),
 }
-#: Every RPC of the server by its path.
-RPCS = {**OTHER_RPCS, **{f"/{SERVICE.full_name}/{name}": rpc for name, rpc in DataLoader.rpcs.items()}}
 
 
 class Places:
@@ -80,9 +77,10 @@ class Endpoint(grpc.GenericRpcHandler):
     """The data loader and gRPC's own services, as gRPC's loop calls them. Every method is a stream of bytes to gRPC: so
     nothing of a call is read before it may be."""
 
-    def __init__(self, access: Access, loader: DataLoader, runs: Runs) -> None:
+    def __init__(self, access: Access, loader: DataLoader, runs: Runs, calls: int) -> None:
+        """``calls``: at a time; gRPC refuses the next one."""
         self._access, self._loader, self._count_error = access, loader, runs.rpc_errors.add
-        self._trainers = Places(MAX_CALLS, "grpc")
+        self._trainers = Places(calls, "grpc")
         self._open = Places(OPEN_CALLS, "grpc-open")
         self._reads = Places(READ_CALLS, "grpc-reads")
         self._peeks = Places(PEEK_CALLS, "grpc-peeks")
@@ -123,7 +121,7 @@ class Endpoint(grpc.GenericRpcHandler):
         method = details.method
         version = version_of(method) or VERSION
         # Whether a method exists at all is only for those who may do everything.
-        rpc = RPCS.get(method, Rpc(Scope.ADMIN)) if version == VERSION else Rpc(Scope.READ)
+        rpc = rpcs().get(method, Rpc(Scope.ADMIN)) if version == VERSION else Rpc(Scope.READ)
         try:
             authorization = authorization_of(details.invocation_metadata)
             held = self._access.check(authorization, rpc.scope)
@@ -133,10 +131,10 @@ class Endpoint(grpc.GenericRpcHandler):
                     f"{VERSION}: install the same release of tokenloom on both sides"
                 )
         except TokenloomError as error:
-            name = method.rpartition("/")[2] if method in RPCS else "other"
+            name = method.rpartition("/")[2] if method in rpcs() else "other"
             self._count_error(name, error.grpc_status, error.name)
             return grpc.stream_stream_rpc_method_handler(partial(self._refuse, method, error))
-        if method not in RPCS:
+        if method not in rpcs():
             return None
         places, serialise = self._trainers, None
         serve: Callable[..., Awaitable[None]] = self._respond
@@ -200,7 +198,7 @@ class Endpoint(grpc.GenericRpcHandler):
     async def _pass_on(self, handler: Any, held: Token, method: str, places: Places, call: Call, context: Any) -> None:
         """A call of one of gRPC's own services. Their messages are read as ours are: gRPC itself logs a trace for a
         malformed one."""
-        self._access.hold(call, held, RPCS[method].scope)
+        self._access.hold(call, held, rpcs()[method].scope)
 
         async def requests() -> AsyncIterator[Any]:
             while (data := await context.read()) is not grpc.aio.EOF:
@@ -254,15 +252,16 @@ class Endpoint(grpc.GenericRpcHandler):
         for older in calls[:-STREAMS_OF_A_RANK]:
             older.cancel()
         with self._rings.bell(stream) as bell:
-            stream.ring_by(partial(self._rings.ring, bell))
+            ring = partial(self._rings.ring, bell)
+            stream.ring_by(ring)
             while not stream.closed:
+                await bell.wait()
                 bell.clear()
                 await self._lock_free(stream)
                 item = stream.now()
-                if item is None:
-                    await bell.wait()
-                else:
+                if item is not None:
                     await context.write(item)
+                    ring()
 
     async def _read(self, stream: ClientStream, context: Any) -> None:
         """What a stream's client says meanwhile."""
@@ -298,6 +297,12 @@ async def _let_go(context: Any, address: str) -> None:
             await context.abort(grpc.StatusCode.CANCELLED, "the server has ended this call")
     except (TimeoutError, grpc.aio.InternalError, grpc.aio.UsageError):
         close_connection(address)
+
+
+@cache
+def rpcs() -> Mapping[str, Rpc]:
+    """Every RPC of the server by its path."""
+    return {**OTHER_RPCS, **{f"/{SERVICE.full_name}/{name}": rpc for name, rpc in DataLoader.rpcs().items()}}
 
 
 def authorization_of(metadata: Iterable[Any]) -> str | None:

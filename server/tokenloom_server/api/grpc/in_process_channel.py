@@ -185,6 +185,6 @@ def _failure(loader: DataLoader, name: str, error: Exception) -> CallFailed:
 
 def _name(method: str) -> str:
     service, _, name = method.strip("/").partition("/")
-    if service != SERVICE.full_name or name not in DataLoader.rpcs:
+    if service != SERVICE.full_name or name not in DataLoader.rpcs():
         raise NotImplementedError(f"{method} is no method of the service")
     return name

@@ -89,11 +89,6 @@ def rpc(
     return declare
 
 
-def rpcs_of(servicer: type) -> dict[str, Rpc]:
-    """Its RPCs by name."""
-    return {name: method.rpc for name, method in vars(servicer).items() if hasattr(method, "rpc")}
-
-
 def read(parse: Any, data: bytes) -> Any:
     """A message. Raises ``ConfigError`` where the bytes are none."""
     try:

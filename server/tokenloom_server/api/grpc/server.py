@@ -27,6 +27,8 @@ KEEPALIVE_S = 30
 #: A new connection has so long for the handshakes of TLS and HTTP/2, and one without a call is closed after so long,
 #: seconds: the client connects again when it calls.
 HANDSHAKE_S, IDLE_S = 10, 120
+#: A call that came waits so long for its turn, seconds.
+TURN_S = 600
 #: Calls at a time; gRPC refuses the next one. Room for the largest world twice, since a rank that reconnects comes
 #: before its old stream was seen to be broken, and for those who look on.
 MAX_CALLS = 2 * 4096 + 256
@@ -71,7 +73,7 @@ class GrpcServer:
         loader = DataLoader(runs, self._access, self._max_connections, rest_address)
 
         async def begin() -> None:
-            self._endpoint = Endpoint(self._access, loader, runs)
+            self._endpoint = Endpoint(self._access, loader, runs, MAX_CALLS)
             self._server.add_generic_rpc_handlers((self._endpoint,))
             await self._endpoint.begin()
             await self._server.start()
@@ -126,6 +128,11 @@ def _options(max_connections: int) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
         ("grpc.max_connection_idle_ms", IDLE_S * 1000),
+        # The calls of a large world come at once, and each has its turn. gRPC would drop what waits for half a minute,
+        # and some of more than a thousand.
+        ("grpc.server_max_unrequested_time_in_server", TURN_S),
+        ("grpc.server.max_pending_requests", MAX_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
         # Two servers on one port would share its connections without a word.
         ("grpc.so_reuseport", 0),
     ]

@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from functools import cache
 
 from google.protobuf.message import Message
 from tokenloom_proto import dataloader_pb2 as wire
@@ -16,7 +16,7 @@ from tokenloom_server.api import audit
 from tokenloom_server.api.auth import Access, Scope, Token
 from tokenloom_server.api.grpc import join
 from tokenloom_server.api.grpc.messages import encode_delivery, hand_over
-from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Call, Rpc, rpc, rpcs_of
+from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Call, Rpc, rpc
 from tokenloom_server.api.grpc.stream import NO_OPENING, ClientStream, Item, RankSource, StreamSource
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
@@ -35,9 +35,6 @@ SERVICE = wire.DESCRIPTOR.services_by_name["DataLoader"]
 
 class DataLoader:
     """Translates between the wire and the runs; decides nothing."""
-
-    #: By name.
-    rpcs: ClassVar[Mapping[str, Rpc]]
 
     def __init__(
         self,
@@ -58,16 +55,22 @@ class DataLoader:
         self._max_connections = max_connections
         self._release = own_release()
 
+    @classmethod
+    @cache
+    def rpcs(cls) -> Mapping[str, Rpc]:
+        """By name."""
+        return {name: method.rpc for name, method in vars(cls).items() if hasattr(method, "rpc")}
+
     def respond(self, name: str, data: bytes, call: Call) -> bytes:
         """Does what a call asks for, and answers. Raises what is wrong with it."""
         with caller.serving(self._caller(call), call.is_active):
-            answer: Message = getattr(self, name)(self.rpcs[name].parse(data), call)
+            answer: Message = getattr(self, name)(self.rpcs()[name].parse(data), call)
         return answer.SerializeToString()
 
     def open(self, data: bytes, call: Call) -> ClientStream:
         """Begins the stream that a call is; ``data`` is its first message. Raises what is wrong with it."""
         with caller.serving(self._caller(call), call.is_active):
-            return self.Stream(self.rpcs["Stream"].parse(data), call)
+            return self.Stream(self.rpcs()["Stream"].parse(data), call)
 
     def count_error(self, method: str, address: str, error: TokenloomError) -> None:
         """A call of a method ended with an error."""
@@ -199,9 +202,6 @@ class DataLoader:
         if (stream or TRAIN) != TRAIN:
             raise NotFound(f"{stream!r} is not trained on, so it has no snapshots and no restores; expected {TRAIN!r}")
         return served
-
-
-DataLoader.rpcs = rpcs_of(DataLoader)
 
 
 def _evaluates(request: wire.JoinRequest | wire.StreamOpen) -> bool:
