@@ -13,7 +13,7 @@ import yaml
 from support.catalog import CATALOG, SOURCES
 from tokenloom.connection import reports
 from tokenloom_server.api import open_files
-from tokenloom_server.api.grpc import servicer
+from tokenloom_server.api.grpc import endpoint
 from tokenloom_server.api.grpc.endpoint import OPEN_CALLS, PEEK_CALLS, READ_CALLS
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.api.grpc.server import MAX_CALLS
@@ -236,7 +236,7 @@ def test_the_tables_that_come_from_the_code_are_those_of_the_code() -> None:
 def test_every_rpc_is_on_the_page_of_access_with_its_token() -> None:
     table = section("access", "What each RPC asks for")
     rows = dict(re.findall(r"^\| ([^|]*`\w+`[^|]*) \| (none|reading|training|control|admin)\b", table, re.MULTILINE))
-    for method, rpc in servicer.rpcs().items():
+    for method, rpc in endpoint.rpcs().items():
         name = method.rpartition("/")[2]
         assert [token for names, token in rows.items() if f"`{name}`" in names] == [TOKENS[rpc.scope]], method
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Executor
 from functools import cache, partial
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -53,9 +54,8 @@ OTHER_RPCS: Mapping[str, Rpc] = {
 class Places:
     """So many calls of a kind of caller at a time. The others wait, and nothing of them is read."""
 
-    def __init__(self, calls: int, kind: str) -> None:
-        self.free = asyncio.Semaphore(calls)
-        self._threads = pool(calls, kind)
+    def __init__(self, calls: int, threads: Executor) -> None:
+        self.free, self._threads = asyncio.Semaphore(calls), threads
 
     async def work(self, call: Call, work: Callable[..., _T], *arguments: Any) -> _T:
         """Has a thread do it. Where the call is over meanwhile, its place is free once the work has ended."""
@@ -80,10 +80,10 @@ class Endpoint(grpc.GenericRpcHandler):
     def __init__(self, access: Access, loader: DataLoader, runs: Runs, calls: int) -> None:
         """``calls``: at a time; gRPC refuses the next one."""
         self._access, self._loader, self._count_error = access, loader, runs.rpc_errors.add
-        self._trainers = Places(calls, "grpc")
-        self._open = Places(OPEN_CALLS, "grpc-open")
-        self._reads = Places(READ_CALLS, "grpc-reads")
-        self._peeks = Places(PEEK_CALLS, "grpc-peeks")
+        self._trainers = Places(calls, pool(calls, "grpc"))
+        self._open = Places(OPEN_CALLS, pool(OPEN_CALLS, "grpc-open"))
+        self._reads = Places(READ_CALLS, pool(READ_CALLS, "grpc-reads"))
+        self._peeks = Places(PEEK_CALLS, pool(PEEK_CALLS, "grpc-peeks"))
         self._rings = Rings()
         #: Calls of a run's rank, oldest first.
         self._of_rank: dict[Any, list[Call]] = defaultdict(list)

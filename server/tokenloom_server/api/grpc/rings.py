@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from tokenloom_server.api.grpc.stream import HEARTBEAT_S, ClientStream
 
 #: Bells that are answered before the loop looks what else there is: a call that comes, one of another kind.
-TURNS = 16
+TURNS = 4
 
 
 class Bell(asyncio.Event):
