@@ -27,9 +27,11 @@ def main(options: argparse.Namespace) -> None:
     # 1. After the Accelerator. Without a checkpoint from the beginning; a loaded state wins.
     dataset = RemoteDataset(options.url, options.batch_size // options.accumulate, resume="fresh")
     batches = TokenloomLoader(accelerator, dataset)  # 2. in place of a DataLoader, and never through prepare()
-    model = torch.nn.Sequential(torch.nn.Embedding(258, 32), torch.nn.Linear(32, 258))
+    # The run says how many ids and how long its samples are.
+    ids, target_tokens = dataset.vocab_size, options.samples * dataset.sequence_length
+    model = torch.nn.Sequential(torch.nn.Embedding(ids, 32), torch.nn.Linear(32, ids))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * 128)
+    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=target_tokens)
     accelerator.register_for_checkpointing(scheduler)
     model, optimizer = accelerator.prepare(model, optimizer)
 

@@ -30,9 +30,11 @@ def main(options: argparse.Namespace) -> None:
 
     # 1. Rank and world size come from torch.distributed.
     dataset = RemoteDataset(options.url, options.batch_size, resume=options.resume)
-    model = torch.nn.Sequential(torch.nn.Embedding(258, 32), torch.nn.Linear(32, 258))
+    # The run says how many ids and how long its samples are.
+    ids, target_tokens = dataset.vocab_size, options.samples * dataset.sequence_length
+    model = torch.nn.Sequential(torch.nn.Embedding(ids, 32), torch.nn.Linear(32, ids))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * 128)  # 2. in tokens
+    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=target_tokens)  # 2. in tokens
 
     saved = options.checkpoint / "last.pt"
     if saved.exists():

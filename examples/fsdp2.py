@@ -48,12 +48,14 @@ def main(options: argparse.Namespace) -> None:
 
     # 1. Rank and world size come from torch.distributed.
     dataset = RemoteDataset(options.url, options.batch_size, resume=options.resume)
-    model = torch.nn.Sequential(torch.nn.Embedding(258, 32), torch.nn.Linear(32, 258))
+    # The run says how many ids and how long its samples are.
+    ids, target_tokens = dataset.vocab_size, options.samples * dataset.sequence_length
+    model = torch.nn.Sequential(torch.nn.Embedding(ids, 32), torch.nn.Linear(32, ids))
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * 128)  # 2. in tokens
+    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=target_tokens)  # 2. in tokens
 
     # 3. What has a state_dict() is saved by it: the dataset and the scheduler as they are.
     state = {"sharded": Sharded(model, optimizer), "scheduler": scheduler, "dataset": dataset}

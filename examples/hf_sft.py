@@ -39,14 +39,14 @@ def main(options: argparse.Namespace) -> None:
     # 1. After SFTConfig. Without a checkpoint from the beginning; a loaded state wins.
     dataset = RemoteDataset(options.url, args.per_device_train_batch_size, columns=["attention_mask"], resume="fresh")
 
-    config = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "attention_dropout": 0.1}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+    config = {"vocab_size": dataset.vocab_size, "hidden_size": 32, "intermediate_size": 64, "attention_dropout": 0.1}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": dataset.sequence_length}
     trainer = TokenloomSFTTrainer(  # 2. in place of SFTTrainer
         LlamaForCausalLM(LlamaConfig(**config)),
         args,
         train_dataset=dataset,
         processing_class=ByT5Tokenizer(),  # your model's own; the server has tokenised already
-        target_tokens=options.samples * 128,
+        target_tokens=options.samples * dataset.sequence_length,
         callbacks=[Record(options.record, dataset)],
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))  # 3. the last that was saved whole

@@ -35,10 +35,10 @@ def main(options: argparse.Namespace) -> None:
     )
     # 1. After TrainingArguments. Without a checkpoint from the beginning; a loaded state wins.
     dataset = RemoteDataset(options.url, args.per_device_train_batch_size, resume="fresh")
-    tokens = options.samples * 128
+    tokens = options.samples * dataset.sequence_length
 
-    config = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+    config = {"vocab_size": dataset.vocab_size, "hidden_size": 32, "intermediate_size": 64}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": dataset.sequence_length}
     trainer = TokenloomTrainer(  # 2. in place of Trainer
         model=LlamaForCausalLM(LlamaConfig(**config)),
         args=args,

@@ -47,7 +47,7 @@ def main(options: argparse.Namespace) -> None:
     )
     mesh = Mesh(jax.devices(), ("data",))
     by_sample, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
-    params = jax.tree.map(partial(jax.make_array_from_process_local_data, everywhere), init())
+    params = jax.tree.map(partial(jax.make_array_from_process_local_data, everywhere), init(dataset.vocab_size))
 
     manager = ocp.CheckpointManager(options.checkpoint.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
     if (last := manager.latest_step()) is not None:
@@ -76,10 +76,10 @@ def main(options: argparse.Namespace) -> None:
     dataset.close()
 
 
-def init() -> dict[str, np.ndarray]:
-    """A model of 258 tokens, the same on every process."""
+def init(ids: int) -> dict[str, np.ndarray]:
+    """A model of so many ids, the same on every process."""
     draws = np.random.default_rng(0)
-    return {name: draws.normal(0, 0.1, shape) for name, shape in (("embed", (258, 32)), ("out", (32, 258)))}
+    return {name: draws.normal(0, 0.1, shape) for name, shape in (("embed", (ids, 32)), ("out", (32, ids)))}
 
 
 def loss_of(params: Params, ids: jax.Array, labels: jax.Array, label_tokens: jax.Array) -> jax.Array:

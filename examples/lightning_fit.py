@@ -24,19 +24,26 @@ from tokenloom.integrations.lightning import TokenloomDataModule, TokenLRModule
 class Model(TokenLRModule):  # 1. a LightningModule whose LR follows the tokens
     """Predicts each id from the one before it."""
 
-    def __init__(self, target_tokens: int) -> None:
+    def __init__(self, samples: int) -> None:
         super().__init__()
-        self.target_tokens = target_tokens
-        self.model = torch.nn.Sequential(torch.nn.Embedding(258, 32), torch.nn.Linear(32, 258))
+        self.samples = samples
+        self.model: torch.nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.model is None:  # the run says how many ids there are
+            ids = self.trainer.datamodule.dataset.vocab_size  # type: ignore[attr-defined]
+            self.model = torch.nn.Sequential(torch.nn.Embedding(ids, 32), torch.nn.Linear(32, ids))
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        assert self.model is not None
         losses = token_losses(self.model(batch["input_ids"]), batch["labels"], shifted=False)
         # Lightning divides by accumulate_grad_batches, and the loss is a part of the mean over all of these already.
         return mean_loss(losses, batch, self.trainer) * self.trainer.accumulate_grad_batches
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
-        scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=self.target_tokens)  # 2. in tokens
+        target = self.samples * self.trainer.datamodule.dataset.sequence_length  # type: ignore[attr-defined]
+        scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=target)  # 2. in tokens
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
@@ -80,7 +87,7 @@ def main(options: argparse.Namespace) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(options.samples * 128), datamodule=data, ckpt_path="last")  # 4. the data go on with the weights
+    trainer.fit(Model(options.samples), datamodule=data, ckpt_path="last")  # 4. the data go on with the weights
 
 
 if __name__ == "__main__":

@@ -49,9 +49,11 @@ def main(options: argparse.Namespace) -> None:
 
     dataset = RemoteDataset(options.url, options.batch_size, resume=options.resume)
     loader, stateful = loader_of(dataset, options.loader, options.workers)
-    model = torch.nn.Sequential(torch.nn.Embedding(258, 32), torch.nn.Linear(32, 258))
+    # The run says how many ids and how long its samples are.
+    ids, target_tokens = dataset.vocab_size, options.samples * dataset.sequence_length
+    model = torch.nn.Sequential(torch.nn.Embedding(ids, 32), torch.nn.Linear(32, ids))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * 128)
+    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=target_tokens)
 
     saved = options.checkpoint / "last.pt"
     if saved.exists():

@@ -25,18 +25,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-WIDTH, VOCABULARY, LENGTH = 16, 258, 128
+WIDTH = 16
 
 
 class Stage(nn.Module):
     """A pipeline stage: the first embeds, the last predicts; each has a perceptron."""
 
-    def __init__(self, first: bool, last: bool) -> None:
+    def __init__(self, first: bool, last: bool, ids: int, length: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH) if first else None
-        self.places = nn.Embedding(LENGTH, WIDTH) if first else None
+        self.tokens = nn.Embedding(ids, WIDTH) if first else None
+        self.places = nn.Embedding(length, WIDTH) if first else None
         self.perceptron = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
-        self.head = nn.Linear(WIDTH, VOCABULARY) if last else None
+        self.head = nn.Linear(WIDTH, ids) if last else None
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Features [B, L, 16] to such or, after the last stage, to the sum of the losses."""
@@ -61,24 +61,27 @@ def main(options: argparse.Namespace) -> None:
         options.url, mesh, options.batch_size, dp="dp", resume=options.resume, columns=["position_ids"]
     )
 
-    torch.manual_seed(pp.get_local_rank())
-    model = Stage(first=pp.get_local_rank() == 0, last=pp.get_local_rank() == pp.size() - 1)
-    parallelize_module(model.perceptron, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * LENGTH)
-    data = dist.new_group(mesh.mesh[pp.get_local_rank(), :, :, mesh["tp"].get_local_rank()].flatten().tolist(),
-                          use_local_synchronization=True)  # fmt: skip
-
     # What lies where in the mesh, whatever the number of replicas.
     part = f"pp{pp.get_local_rank()}-tp{mesh['tp'].get_local_rank()}.pt"
     saved = sorted(path for path in options.checkpoint.glob("[0-9]*") if not path.suffix)
     if saved:
         state = torch.load(saved[-1] / part, weights_only=True)  # safe from torch 2.10 on
+        dataset.load_state_dict(state["dataset"])  # 2. on every process
+    batches = iter(dataset)  # on every process; from here on the run says what a model has to fit
+
+    torch.manual_seed(pp.get_local_rank())
+    ids, length = dataset.vocab_size, dataset.sequence_length
+    model = Stage(pp.get_local_rank() == 0, pp.get_local_rank() == pp.size() - 1, ids, length)
+    parallelize_module(model.perceptron, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * length)
+    data = dist.new_group(mesh.mesh[pp.get_local_rank(), :, :, mesh["tp"].get_local_rank()].flatten().tolist(),
+                          use_local_synchronization=True)  # fmt: skip
+    if saved:
         load(model, optimizer, state)
         scheduler.load_state_dict(state["scheduler"])
-        dataset.load_state_dict(state["dataset"])  # 2. on every process
 
-    for step, batch in enumerate(dataset, start=1):
+    for step, batch in enumerate(batches, start=1):
         # 3. Where context parallelism cuts sequences: labels and positions with the ids.
         batch = context_slice(
             batch,

@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> None:
 
     dataset = RemoteDataset(options.url, options.batch_size, resume="fresh")  # a loaded state wins
     source_loss = SourceLoss(dataset)  # 1. sums on the device that losses come on
-    model = Model(vocab_size=258)
+    model = Model(vocab_size=dataset.vocab_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     saved = options.checkpoint / "last.pt"
     if saved.exists():

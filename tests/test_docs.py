@@ -19,7 +19,7 @@ from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, S
 from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.listener import MAX_CONNECTIONS
-from tokenloom_server.api.rest.resources.plan import MAX_PLANS
+from tokenloom_server.api.rest.routes import MAX_PLANS
 from tokenloom_server.api.service import MAX_RUNS
 from tokenloom_server.cli.app import app as command_line
 from tokenloom_server.config import mixture_file as config

@@ -83,7 +83,7 @@ class Source(_message.Message):
     def __init__(self, id: _Optional[int] = ..., spec: _Optional[str] = ..., alias: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_micro_steps", "snapshot_template", "base", "server_epoch", "sample_lengths", "pads_left", "loss_masks", "mask_boundaries", "global_batch_size", "batch_size", "batch_plans", "stream_samples", "skips", "release")
+    __slots__ = ("run_uid", "generation", "start_index", "start_digest", "start_tokens", "sequence_length", "id_type", "labels", "vocab_size", "sources", "group_micro_steps", "snapshot_template", "base", "server_epoch", "sample_lengths", "pads_left", "loss_masks", "mask_boundaries", "global_batch_size", "batch_size", "batch_plans", "stream_samples", "skips", "release", "pad_id", "end_of_text_id")
     RUN_UID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     START_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,8 @@ class JoinResponse(_message.Message):
     STREAM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     SKIPS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    PAD_ID_FIELD_NUMBER: _ClassVar[int]
+    END_OF_TEXT_ID_FIELD_NUMBER: _ClassVar[int]
     run_uid: str
     generation: int
     start_index: int
@@ -132,7 +134,9 @@ class JoinResponse(_message.Message):
     stream_samples: int
     skips: _containers.RepeatedScalarFieldContainer[str]
     release: str
-    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_micro_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., sample_lengths: bool = ..., pads_left: bool = ..., loss_masks: bool = ..., mask_boundaries: bool = ..., global_batch_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., batch_plans: _Optional[_Iterable[_Union[BatchPlan, _Mapping]]] = ..., stream_samples: _Optional[int] = ..., skips: _Optional[_Iterable[str]] = ..., release: _Optional[str] = ...) -> None: ...
+    pad_id: int
+    end_of_text_id: int
+    def __init__(self, run_uid: _Optional[str] = ..., generation: _Optional[int] = ..., start_index: _Optional[int] = ..., start_digest: _Optional[str] = ..., start_tokens: _Optional[int] = ..., sequence_length: _Optional[int] = ..., id_type: _Optional[_Union[IdType, str]] = ..., labels: _Optional[_Union[Labels, str]] = ..., vocab_size: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., group_micro_steps: _Optional[int] = ..., snapshot_template: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., server_epoch: _Optional[int] = ..., sample_lengths: bool = ..., pads_left: bool = ..., loss_masks: bool = ..., mask_boundaries: bool = ..., global_batch_size: _Optional[int] = ..., batch_size: _Optional[int] = ..., batch_plans: _Optional[_Iterable[_Union[BatchPlan, _Mapping]]] = ..., stream_samples: _Optional[int] = ..., skips: _Optional[_Iterable[str]] = ..., release: _Optional[str] = ..., pad_id: _Optional[int] = ..., end_of_text_id: _Optional[int] = ...) -> None: ...
 
 class BatchPlan(_message.Message):
     __slots__ = ("begin_index", "batch_size", "group_micro_steps")

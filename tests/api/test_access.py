@@ -94,7 +94,7 @@ def rest(runs: Runs, access: Access, token: str) -> Iterator[httpx.Client]:
 def test_a_token_for_some_runs_is_good_for_these_on_every_route_and_for_no_other(
     rest: httpx.Client, runs: Runs
 ) -> None:
-    routes = create_app(Backend(runs, "0")).resource_routes
+    routes = create_app(Backend(runs, "0"))
     assert ("GET", "/v1/runs/{run}/stats") in routes.scopes
     for (method, path), scope in routes.scopes.items():
         values: dict[str, object] = defaultdict(lambda: 1, snapshot_id="s0-1")

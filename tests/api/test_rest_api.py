@@ -26,7 +26,7 @@ from tokenloom_server import errors
 from tokenloom_server.api.page import page_files
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.problems import HTTP_ERRORS, SECURITY_HEADERS
-from tokenloom_server.api.rest.resources.plan import MAX_PLANS
+from tokenloom_server.api.rest.routes import MAX_PLANS
 from tokenloom_server.api.rest.server import RestServer
 
 JSON = {"content-type": "application/json"}

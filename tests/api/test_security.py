@@ -207,7 +207,7 @@ def test_a_token_may_travel_in_the_clear_on_this_machine_and_where_it_is_allowed
 
 APP = create_app(Backend(MemoryService(), "0"))
 #: By method and path.
-SCOPES = APP.resource_routes.scopes
+SCOPES = APP.scopes
 
 
 def test_every_route_has_a_scope_and_no_scope_is_for_a_route_that_is_gone() -> None:

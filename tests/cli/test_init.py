@@ -55,14 +55,17 @@ def test_it_writes_a_file_of_all_that_there_is_which_is_valid_for_the_server_and
     children = {child["alias"]: child for child in document["mixture"]["children"]}
     assert {alias: child["source"] for alias, child in children.items()} == {
         "wiki": "arrow:data/wiki:ids",
-        "prose": "txt:data/prose/*.txt:text",
+        "prose": "txt:data/prose/*.txt:file",
         "code": "parquet:data/code-*.parquet:ids",
         "docs": "jsonl:data/docs.jsonl:text",
     }
-    sizes = {alias: sum(path.stat().st_size for path in here.glob(f"data/{alias}*")) for alias in ("docs", "code")}
-    assert children["docs"]["weight"] / children["code"]["weight"] == pytest.approx(
-        sizes["docs"] / sizes["code"], rel=0.02
-    )
+    planned = json.loads(CliRunner().invoke(app, ["plan", "mixture.yaml", "--json"]).stdout)
+    tokens = {source["alias"]: source["tokens_per_epoch"] for source in planned["sources"]}
+    total = sum(tokens.values())
+    assert {alias: child["weight"] for alias, child in children.items()} == {
+        alias: pytest.approx(own / total, rel=0.01) for alias, own in tokens.items()
+    }
+    assert "tokeniser: bytes, 258 ids" in output
     assert document["run"] == "data"
     assert all(each["source"] in output for each in children.values())
     assert text.startswith(f"# yaml-language-server: $schema={SCHEMA_FILE}\n")
@@ -239,3 +242,46 @@ def test_of_the_hub_the_splits_to_train_on_are_sources(here: Path, monkeypatch: 
         checked = CliRunner().invoke(app, ["validate", "mixture.yaml"])
         assert checked.exit_code == 0, checked.output
     assert "txt:data: expected a folder, without a scheme" in init("txt:data", "--force", status=2)
+
+
+WORDS = "so it was said by all who were there"
+
+
+@pytest.mark.parametrize(
+    ("files", "row", "documents"),
+    [
+        ({"1": f"{WORDS}\n{WORDS}\n\n{WORDS}\n" * 9, "2": f"{WORDS}\n" * 20}, "file", 2),
+        ({"a": f"{WORDS}\n{WORDS}\n\n" * 9}, "paragraph", 9),
+        ({"1": (WORDS * 9 + "\n") * 7, "2": (WORDS * 9 + "\n") * 7}, "text", 14),
+        ({"a": f"{WORDS}\n" * 30}, "text", 30),
+    ],
+    ids=["books", "one file of paragraphs", "documents by line", "one file of short lines"],
+)
+def test_what_of_plain_text_is_a_document_shows_in_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], row: str, documents: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for name, text in files.items():
+        Path(f"texts/{name}.txt").write_text(text)
+    output = init("texts", "--tokenizer", "bytes", "--sequence-length", "8")
+    assert {child["source"].rpartition(":")[2] for child in written()["mixture"]["children"]} == {row}
+    assert f"about {documents} documents of" in output
+
+
+def test_conversations_are_rendered_by_the_tokenisers_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chat = {"messages": [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]}
+    Path("chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
+    init("chats.jsonl", "--tokenizer", str(TOKENIZER), "--sequence-length", "256")
+    document = written()
+    (child,) = document["mixture"]["children"]
+    assert (document["packing"], child["template"]) == ("best_fit", "chat")
+    assert child["source"].endswith(":messages")
+
+
+def test_weights_are_of_bytes_and_it_says_so_where_tokens_cannot_be_estimated(here: Path) -> None:
+    Path("data/docs.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    output = init("data", "--tokenizer", "bytes", "--column", "docs=text")
+    assert "warning: weights are the parts of the bytes on disk" in output
+    assert "data/docs.jsonl" in output

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 from support.forks import Forks
-from support.killed import EXAMPLES, two_runs
+from support.killed import EXAMPLES, FORM, two_runs
 from support.scripts import launch
 from support.server_process import ServerProcess
 from tokenloom import PeekDataset
@@ -53,7 +53,8 @@ def test_losses_are_the_same_on_every_rank_and_on_any_number_of_ranks(torch_fork
                 aliases |= {source.id: source.alias for source in order.sources}
                 for source in batch["source_ids"].tolist():
                     tokens = counted[step // 5]
-                    tokens[aliases[source]] = tokens.get(aliases[source], 0) + 127  # the first id is predicted by none
+                    # The first id is predicted by none.
+                    tokens[aliases[source]] = tokens.get(aliases[source], 0) + FORM["sequence_length"] - 1
         for one, other, tokens in zip(alone, first, counted, strict=True):
             assert one["digest"] == other["digest"]
             assert one["tokens"] == other["tokens"] == tokens

@@ -12,12 +12,12 @@ import pytest
 import torch
 import yaml
 from support.forks import Forks
-from support.killed import EXAMPLES, kill_and_resume, two_runs
+from support.killed import EXAMPLES, FORM, kill_and_resume, two_runs
 from tokenloom import EvaluationDataset, RemoteDataset, TokenBudget, TokenLRScheduler, TokenProgress
 from tokenloom.integrations.transformers import TokenloomTrainer, last_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-LENGTH = 128
+LENGTH = int(FORM["sequence_length"])
 #: Of the mixture of ``examples/sft``, in two epochs.
 SAMPLES = 32
 

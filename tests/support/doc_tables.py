@@ -29,7 +29,7 @@ def routes() -> str:
         for path, operations in app.openapi()["paths"].items():
             for method, operation in operations.items():
                 query = [f"`{field['name']}`" for field in operation.get("parameters", ()) if field["in"] == "query"]
-                token = TOKENS[app.resource_routes.scopes[method.upper(), path]]
+                token = TOKENS[app.scopes[method.upper(), path]]
                 yield f"`{method.upper()} {path}`", token, ", ".join(query), operation["summary"]
 
     return table(("route", "token", "query", "what it is"), rows())

@@ -27,6 +27,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 #: So long a script may take to its first steps.
 STEPS_DEADLINE_S = 400.0
 
+#: Not what any example might take for granted: its model and its schedule are to follow the run.
+FORM = {"sequence_length": 96, "vocab_size": 1000}
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -49,7 +52,7 @@ def two_runs(folder: Path, **fields: object) -> Iterator[tuple[str, str]]:
 def same_runs(folder: Path, count: int, **fields: object) -> Iterator[list[str]]:
     """A server of so many runs that give the same samples: their URLs.
 
-    The mixture is that of ``examples/compose``, with ``fields`` in place of its own.
+    The mixture is that of ``examples/compose``, of other samples (``FORM``), with ``fields`` in place of its own.
     """
     found = yaml.safe_load((EXAMPLES / "compose" / "mixture.yaml").read_text(encoding="utf-8"))
     data = folder / "server"
@@ -59,7 +62,7 @@ def same_runs(folder: Path, count: int, **fields: object) -> Iterator[list[str]]
     runs = [f"run-{number}" for number in range(count)]
     for run in runs:
         path = data / f"{run}.yaml"
-        path.write_text(yaml.safe_dump(found | fields | {"run": run}), encoding="utf-8")
+        path.write_text(yaml.safe_dump(found | FORM | fields | {"run": run}), encoding="utf-8")
         paths.append(path)
     with url_of(data, *paths) as url:
         yield [f"{url}/{run}" for run in runs]
@@ -113,6 +116,7 @@ def kill_and_resume(
         job.wait()
         alone = steps_of(record)
     assert len(alone) == samples // global_batch_size, "the script that was left alone did not do all steps"
+    assert all(step.lr > 0 for step in alone[:-1]), "its learning rate is 0 before the end: its target is another run's"
 
     seed = random.SystemRandom().randrange(2**32)
     kill_at = random.Random(seed).randint(first_steps, first_steps + 2)  # long before the end, however slow we are

@@ -99,13 +99,22 @@ def sources_at(base: Base, opened: Iterable[Source]) -> list[Source]:
     return [known[source_id] for source_id in sorted(known)]
 
 
+class SampleForm(NamedTuple):
+    """What the samples of a run are like, for who makes a model for them. Lengths are of its present phase."""
+
+    sequence_length: int
+    vocab_size: int
+    pad_id: int
+    end_of_text_id: int | None
+
+
 class RunFacts(NamedTuple):
     """What is known of a run once it is joined; the same on all of its ranks."""
 
     generation: int
     start_index: int
     """The sample index at which this attempt began."""
-    sequence_length: int
+    form: SampleForm
     labels: str
     """``"same"`` as the input ids, or ``"shifted"``."""
     rows: bool
@@ -230,6 +239,11 @@ def _check(answer: wire.JoinResponse, request: Request) -> None:
         )
 
 
+def _form(answer: wire.JoinResponse) -> SampleForm:
+    end_of_text_id = answer.end_of_text_id if answer.HasField("end_of_text_id") else None
+    return SampleForm(answer.sequence_length, answer.vocab_size, answer.pad_id, end_of_text_id)
+
+
 def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
     _check(answer, request)
     of_rows = answer.global_batch_size > 0
@@ -243,7 +257,7 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
         facts=RunFacts(
             generation=answer.generation,
             start_index=answer.start_index,
-            sequence_length=answer.sequence_length,
+            form=_form(answer),
             labels="shifted" if answer.labels == wire.LABELS_SHIFTED else "same",
             rows=of_rows,
             batch_size=first.batch_size,

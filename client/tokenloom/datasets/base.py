@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tokenloom.connection.join import RunFacts, Source, sources_at
+from tokenloom.connection.join import RunFacts, SampleForm, Source, sources_at
 from tokenloom.connection.topology import Topology
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point, Positioned
 
@@ -53,7 +53,26 @@ class BatchDataset(Positioned):
     @property
     def sequence_length(self) -> int:
         """Tokens of a sample."""
-        return self.facts.sequence_length
+        return self._form.sequence_length
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are: the rows of a model's embedding, at least. 0 of a run of rows."""
+        return self._form.vocab_size
+
+    @property
+    def pad_id(self) -> int:
+        """The id that padding is made of, where samples are padded."""
+        return self._form.pad_id
+
+    @property
+    def end_of_text_id(self) -> int | None:
+        """The id that ends a document; None where the tokeniser has none."""
+        return self._form.end_of_text_id
+
+    @property
+    def _form(self) -> SampleForm:
+        return self.facts.form
 
     @property
     def labels(self) -> str:

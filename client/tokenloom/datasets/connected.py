@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from tokenloom.batch.layout import check_columns
 from tokenloom.connection import queries
 from tokenloom.connection.find import find_run
-from tokenloom.connection.join import Request
+from tokenloom.connection.join import Request, SampleForm
 from tokenloom.connection.metrics import Metrics
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.server import RunServer
@@ -81,6 +81,7 @@ class ConnectedDataset(BatchDataset):
         self._connection: Connection | None = None
         self._connection_pid: int | None = None
         self._closer: weakref.finalize[[Connection, int], ConnectedDataset] | None = None
+        self._form_before: SampleForm | None = None
         # This process's name for its slot. It outlasts a Join that was interrupted, which may have reached the server.
         self._nonce = uuid.uuid4().hex
 
@@ -103,6 +104,16 @@ class ConnectedDataset(BatchDataset):
     def end_reason(self) -> str | None:
         """Why the data ended; None while it has not."""
         return self._connection.buffer.end_reason if self._connection else None
+
+    @property
+    def _form(self) -> SampleForm:
+        """Before the Join the server is asked, once: a model is made before the batches for it are wanted."""
+        if self._facts is not None:
+            return super()._form
+        if self._form_before is None:
+            stats = self.stats()
+            self._form_before = SampleForm(*(stats[name] for name in SampleForm._fields))
+        return self._form_before
 
     def plan(self, tokens: int | None = None) -> dict[str, Any]:
         """What the run will be, from its beginning to the end of its data or up to so many total tokens, if nothing is

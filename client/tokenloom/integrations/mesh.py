@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tokenloom.batch.frame import frame_layout, read_frame
 from tokenloom.batch.layout import IGNORED, Batch
-from tokenloom.connection.join import RunFacts, Source
+from tokenloom.connection.join import RunFacts, SampleForm, Source
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.topology import Topology
 from tokenloom.datasets.base import ResumableDataset
@@ -193,7 +193,8 @@ class GroupDataset(ResumableDataset, IterableDataset[Batch]):
             assert not isinstance(loaded, Older)
             self._history = History(opened["template"].encode(), Point(index, tokens, real, digest, self._base), loaded)
             sources = [Source(*source) for source in opened["facts"]["sources"]]
-            self._facts = RunFacts(**(opened["facts"] | {"sources": sources}))
+            form = SampleForm(*opened["facts"]["form"])
+            self._facts = RunFacts(**(opened["facts"] | {"form": form, "sources": sources}))
             return
         try:
             self._batches = iter(self._dataset)

@@ -7,20 +7,21 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenloom_server.cli.common import print_document, say
+from tokenloom_server.cli.common import console, print_document, say
 from tokenloom_server.cli.schema import schema_text
 from tokenloom_server.core.control_characters import escaped
-from tokenloom_server.errors import ConfigError
+from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.storage.io_stats import given_up_soon
 
 if TYPE_CHECKING:
+    from tokenloom_server.config.run import RunConfig
     from tokenloom_server.sources.catalog import SourceCatalog
     from tokenloom_server.sources.survey import Candidate, Survey
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 SCHEMA_FILE = "mixture.schema.json"
 #: Where a file has one of these columns, that is read: of text, and of ids.
 COLUMNS = (*("text", "content", "document", "body", "raw_content"), *("input_ids", "ids", "tokens", "token_ids"))
+#: The column of conversations, which the tokeniser's chat template makes text.
+CONVERSATIONS = "messages"
 #: Tokens per sample, unless the data are too few.
 SEQUENCE_LENGTH = 2048
 #: Samples that the smallest source has at least, at a byte for each token.
@@ -47,11 +50,14 @@ and, while it serves, the trainer:
   for batch in RemoteDataset("grpc://127.0.0.1:50051/{run}", batch_size=4):
       print(batch["sample_index"], batch["input_ids"].shape)
 with a model, a checkpoint and a resume: the quick start of the documentation"""
+#: What a document is, by the column of plain text.
+_ROWS = {"text": "line", "paragraph": "paragraph", "file": "file"}
 #: What the mixture file says of a run's own fields.
 _COMMENTS = {
     "seed": "another one gives another order",
     "tokenizer": "its ids are the model's vocabulary",
     "sequence_length": "tokens per sample",
+    "packing": "a conversation stays together",
 }
 
 
@@ -81,10 +87,27 @@ class _Answers:
                 "such as gpt2, or bytes",
             ),
             "sequence_length": self.sequence_length or int(_ask("Tokens per sample", length)),
+            **({"packing": "best_fit"} if CONVERSATIONS in {each.spec.column for each in sources.values()} else {}),
+        }
+
+    def sources(self, candidates: Sequence[Candidate]) -> Mapping[str, Candidate]:
+        """The sources by their aliases, with their columns. Raises ``ConfigError``."""
+        names = _aliases(candidates)
+        unknown = {text.rpartition("=")[0] for text in self.column or ()} - {"", *names}
+        if unknown:
+            raise ConfigError(
+                f"--column {min(unknown)}=…: no source has this alias; expected one of {', '.join(names)}"
+            )
+        columns = map(self.column_of, candidates, names)
+        return {
+            alias: replace(each, spec=replace(each.spec, column=column))
+            for alias, each, column in zip(names, candidates, columns, strict=True)
         }
 
     def column_of(self, candidate: Candidate, alias: str) -> str:
         """Which column of a source is read. Raises ``ConfigError`` where that does not show."""
+        if CONVERSATIONS in candidate.columns and not {*COLUMNS} & {*candidate.columns}:
+            return CONVERSATIONS
         named = {of: name for of, _, name in (text.rpartition("=") for text in self.column or ())}
         readable = [name for name, content in candidate.columns.items() if content is not None]
         usual = [name for name in COLUMNS if name in readable] or readable
@@ -94,6 +117,15 @@ class _Answers:
             missing=f"{alias}: found no single column to read: its columns are {', '.join(candidate.columns)}, and "
             f"{' and '.join(usual) or 'none'} may be meant; give --column {alias}=NAME (NAME.KEY within an object)",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the sources hold, by alias, as far as samples of them tell."""
+
+    vocab_size: int
+    documents: Mapping[str, int]
+    tokens: Mapping[str, int]
 
 
 @given_up_soon()
@@ -106,7 +138,8 @@ def init(
 ) -> None:
     """Write a mixture file for the data of folders or of the Hub, and say what comes next.
 
-    Each folder and each series of files becomes a source, with a weight by its size. What does not show is asked at a
+    Each folder and each series of files becomes a source, with a weight by its tokens, which samples of the files tell.
+    Of plain text a document is a line, a paragraph or a file, by what is in it. What does not show is asked at a
     terminal; elsewhere the error names the option that says it.
     """
     import yaml
@@ -117,32 +150,33 @@ def init(
     from tokenloom_server.storage.drafts import write_whole
     from tokenloom_server.tokenizer.files import tokenizer_files
 
-    if output.is_dir() or not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: expected a file, in a folder that exists; make that first")
-    if output.name == SCHEMA_FILE:
-        raise ConfigError(f"--output {output}: the schema for editors has this name; give another one")
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
-    for path in (output, schema):
-        if path.exists() and not force and path.read_bytes() != schema_content.encode():
-            raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
+    _check_output(output, schema, schema_content, force)
     base_dir, catalog = output.resolve().parent, environment_catalog()
     survey = _survey(places, base_dir, sources_of(catalog))
-    names = _aliases(survey.candidates)
-    unknown = {text.rpartition("=")[0] for text in answers.column or ()} - {"", *names}
-    if unknown:
-        raise ConfigError(f"--column {min(unknown)}=…: no source has this alias; expected one of {', '.join(names)}")
-    columns = map(answers.column_of, survey.candidates, names)
-    sources = {
-        alias: replace(each, spec=replace(each.spec, column=column))
-        for alias, each, column in zip(names, survey.candidates, columns, strict=True)
-    }
+    sources = answers.sources(survey.candidates)
     fields = answers.fields(Path(places[0]).resolve(), base_dir, sources)
-    text = _mixture_text(fields, sources)
-    config.parse(yaml.safe_load(text), where=str(output), catalog=catalog, text=text)
+
+    def text_of(sources: Mapping[str, Candidate], measured: Measured | None = None) -> tuple[str, RunConfig]:
+        text = _mixture_text(fields, sources, measured)
+        return text, config.parse(yaml.safe_load(text), where=str(output), catalog=catalog, text=text)
+
+    text, _ = text_of(sources)
+    try:
+        with console(stderr=True).status("opening sources and tokeniser") as status:
+            sources, measured = _looked_into(
+                sources, lambda sources: text_of(sources)[1], base_dir, lambda name: status.update(f"measuring {name}")
+            )
+        text, _ = text_of(sources, measured)
+    except TokenloomError as error:
+        measured = None
+        survey.warnings.append(f"weights are the parts of the bytes on disk, since tokens cannot be estimated: {error}")
     write_whole(output, text)
     write_whole(schema, schema_content)
     for alias, source in sources.items():
-        say(f"{alias}: {_contents(source)}: {source.spec}")
+        say(f"{alias}: {_contents(source, alias, measured)}: {source.spec}{_row_note(source)}")
+    if measured is not None:
+        say(f"tokeniser: {fields['tokenizer']}, {measured.vocab_size:,} ids: as many rows the model's embedding has")
     for file in tokenizer_files(str(fields["tokenizer"]), base_dir):
         survey.left_out.pop(file, "")
     for warning in survey.warnings:
@@ -151,6 +185,47 @@ def init(
         say(f"left out: {_left_out(survey)}")
     say(f"wrote {output}, and {schema} for editors")
     print_document(_NEXT.format(mixture=shlex.quote(str(output)), run=fields["run"]))
+
+
+def _looked_into(
+    sources: Mapping[str, Candidate],
+    run_of: Callable[[Mapping[str, Candidate]], RunConfig],
+    base_dir: Path,
+    measuring: Callable[[str], object],
+) -> tuple[Mapping[str, Candidate], Measured]:
+    """The sources, those of plain text with rows that are documents, and what they hold. Raises what keeps a run from
+    beginning."""
+    from tokenloom_server.order import builder
+    from tokenloom_server.order.size_estimates import measure
+    from tokenloom_server.planning.contents import rows_of_text
+
+    factory = builder.create(run_of(sources), base_dir, None)
+    rows = dict(rows_of_text(factory))
+    if rows:
+        sources = {
+            alias: replace(each, spec=replace(each.spec, column=rows.get(alias, each.spec.column)))
+            for alias, each in sources.items()
+        }
+        factory = builder.create(run_of(sources), base_dir, None)
+    curves = {}
+    for source in factory.config.sources:
+        measuring(source.name)
+        curves[source.name] = measure(factory, source.id)
+    return sources, Measured(
+        factory.record.vocab_size,
+        {alias: curve.epoch_rows for alias, curve in curves.items()},
+        {alias: curve.epoch_tokens for alias, curve in curves.items()},
+    )
+
+
+def _check_output(output: Path, schema: Path, schema_content: str, force: bool) -> None:
+    if output.is_dir() or not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: expected a file, in a folder that exists; make that first")
+    if output.name == SCHEMA_FILE:
+        raise ConfigError(f"--output {output}: the schema for editors has this name; give another one")
+    for path in (output, schema):
+        if path.exists() and not force and path.read_bytes() != schema_content.encode():
+            raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
 
 
 def _survey(places: Sequence[str], base_dir: Path, catalog: SourceCatalog) -> Survey:
@@ -202,8 +277,20 @@ def _left_out(survey: Survey) -> str:
     return ", ".join(some) + (f", and {more} more" if more > 0 else "")
 
 
-def _contents(candidate: Candidate) -> str:
-    return f"{candidate.files} file{'s' * (candidate.files > 1)}, {candidate.size / 1e6:,.2f} MB"
+def _contents(candidate: Candidate, alias: str, measured: Measured | None) -> str:
+    files = f"{candidate.files} file{'s' * (candidate.files > 1)}, {candidate.size / 1e6:,.2f} MB"
+    if measured is None or not (documents := measured.documents[alias]):
+        return files
+    tokens = measured.tokens[alias]
+    return f"{files}, about {documents:,} documents of {max(1, round(tokens / documents)):,} tokens, {tokens:,} in all"
+
+
+def _row_note(candidate: Candidate) -> str:
+    """What of plain text is a document, and what else it could be."""
+    if candidate.spec.scheme.name != "txt":
+        return ""
+    others = " and ".join(f":{column} {row}s" for column, row in _ROWS.items() if column != candidate.spec.column)
+    return f" (each {_ROWS[candidate.spec.column]} is a document; {others} instead)"
 
 
 def _path_from(base_dir: Path, path: Path) -> str:
@@ -219,11 +306,13 @@ def _tokenizer(folder: Path, base_dir: Path) -> str | None:
     return next((_path_from(base_dir, file) for file in files if file.is_file()), None)
 
 
-def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candidate]) -> str:
-    """The mixture file; weights are the sources' parts of all bytes. JSON's texts and numbers are YAML's."""
+def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candidate], measured: Measured | None) -> str:
+    """The mixture file. Weights are the sources' parts of all tokens, or where these are not known of all bytes. JSON's
+    texts and numbers are YAML's."""
     from tokenloom_server.sources.endings import codec_of
 
-    total = sum(source.size for source in sources.values()) or 1
+    sizes = {alias: source.size for alias, source in sources.items()} if measured is None else measured.tokens
+    total = sum(sizes.values()) or 1
     lines = [
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
         "# Written by tokenloom init. More fields: tokenloom schema",
@@ -232,16 +321,19 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
         comment = f"  # {_COMMENTS[name]}" if name in _COMMENTS else ""
         lines.append(f"{name}: {json.dumps(value, ensure_ascii=False)}{comment}")
     lines += [
-        "# Weights are shares of the tokens; these, of all bytes on disk: raise those of compressed files.",
+        "# Weights are shares of the tokens; these, the parts of all that there are, as samples of the files tell."
+        if measured is not None
+        else "# Weights are shares of the tokens; these, of all bytes on disk: raise those of compressed files.",
         "mixture:",
     ]
     lines += ["  policy: least_consumed  # next comes the source that has used least of its share", "  children:"]
     for alias, source in sources.items():
         lines += [
-            f"    # {_contents(source)}; columns: {escaped(', '.join(source.columns))}",
+            f"    # {_contents(source, alias, measured)}; columns: {escaped(', '.join(source.columns))}",
             f"    - source: {json.dumps(str(source.spec), ensure_ascii=False)}",
             f"      alias: {json.dumps(alias, ensure_ascii=False)}",
-            f"      weight: {max(source.size / total, 0.001):.3g}",
+            f"      weight: {max(sizes[alias] / total, 0.001):.3g}",
+            *["      template: chat  # the tokeniser's own"] * (source.spec.column == CONVERSATIONS),
             "      epochs: 1  # read once; .inf: again and again",
             f"      shuffle: {'rows' if codec_of(source.spec.location) is None else 'shards'}",
         ]

@@ -196,6 +196,12 @@ class RunStats(RunState):
     """The newest number of this server among those that led the run; 0 before it led."""
     batch_size: int
     sequence_length: int
+    vocab_size: int
+    """How many ids there are; 0 with `batching`."""
+    pad_id: int
+    """What padding is made of, where samples are padded."""
+    end_of_text_id: int | None
+    """Ends a document; null where the tokeniser has none."""
     count: Literal["real", "positions"]
     """What the shares of sources count: real tokens, those of documents, where samples are padded and the run balances
     these; else positions, ``sequence_length`` for each sample."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
@@ -67,7 +68,7 @@ class StatsReader:
             server_epoch=view.lease.epoch,
             world_size=generation.world_size,
             batch_size=generation.batch_size,
-            sequence_length=config.sequence_length,
+            **_form(order),
             count="real" if config.balances_real else "positions",
             sample_index=committed.sample_index,
             produced_index=max(generation.produced_index, committed.sample_index),
@@ -304,3 +305,13 @@ def _shares(now: Sequence[float], before: Sequence[float]) -> list[float]:
     tokens = [own - earlier for own, earlier in zip_longest(now, before, fillvalue=0)]
     total = sum(tokens)
     return [count / total if total > 0 else 0.0 for count in tokens]
+
+
+def _form(order: PipelineFactory) -> dict[str, Any]:
+    """What a run's stats say of its samples."""
+    return {
+        "sequence_length": order.config.sequence_length,
+        "vocab_size": order.record.vocab_size,
+        "pad_id": order.config.pad_id,
+        "end_of_text_id": order.record.end_of_text_id,
+    }

@@ -11,17 +11,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 
-def is_text(kind: Any) -> bool:
+def is_text(kind: pa.DataType) -> bool:
     """Whether a type is one of Arrow's layouts of text."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def is_list(kind: Any) -> bool:
+def is_list(kind: pa.DataType) -> bool:
     """Whether a type is one of lists, but for views of lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def plain(array: Any) -> Any:
+def plain(array: pa.Array) -> pa.Array:
     """The same values in a layout of their own: no dictionary, and no views of text or bytes."""
     kind = array.type
     if pa.types.is_dictionary(kind):
@@ -32,7 +32,7 @@ def plain(array: Any) -> Any:
     return array.cast(pa.large_binary()) if pa.types.is_binary_view(kind) else array
 
 
-def numbers(array: Any) -> npt.NDArray[Any]:
+def numbers(array: pa.Array) -> npt.NDArray[Any]:
     """An array of integers without nulls, not copied."""
     kind = np.dtype(array.type.to_pandas_dtype())
     buffer = array.buffers()[1]
@@ -41,12 +41,12 @@ def numbers(array: Any) -> npt.NDArray[Any]:
     return np.frombuffer(buffer, kind, len(array), array.offset * kind.itemsize)
 
 
-def from_numbers(values: npt.NDArray[Any]) -> Any:
+def from_numbers(values: npt.NDArray[Any]) -> pa.Array:
     """An Arrow array of integers, not copied."""
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)], 0)
 
 
-def lists(begins: npt.NDArray[np.signedinteger[Any]], items: Any) -> Any:
+def lists(begins: npt.NDArray[np.signedinteger[Any]], items: pa.Array) -> pa.Array:
     """Lists of items without nulls: list i lies between ``begins`` i and i + 1 (int32, or int64: large lists)."""
     kind = pa.list_(items.type) if begins.dtype == np.int32 else pa.large_list(items.type)
     return pa.Array.from_buffers(kind, len(begins) - 1, [None, pa.py_buffer(begins)], 0, children=[items])
@@ -66,7 +66,7 @@ def scalar(value: bytes) -> pa.LargeBinaryScalar:
     return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(value)], 0)[0]
 
 
-def offsets(array: Any) -> npt.NDArray[Any]:
+def offsets(array: pa.Array) -> npt.NDArray[Any]:
     """[rows + 1], not copied: where the rows of (large) text, bytes or lists begin in what they are made of."""
     buffer = array.buffers()[1]
     if buffer is None or buffer.size == 0:
@@ -75,23 +75,23 @@ def offsets(array: Any) -> npt.NDArray[Any]:
     return np.frombuffer(buffer, np.int64 if _is_large(array.type) else np.int32, count=end)[array.offset :]
 
 
-def _is_large(kind: Any) -> bool:
+def _is_large(kind: pa.DataType) -> bool:
     return bool(pa.types.is_large_string(kind) or pa.types.is_large_binary(kind) or pa.types.is_large_list(kind))
 
 
-def filled(array: Any) -> Any:
+def filled(array: pa.Array) -> pa.Array:
     """An array of integers or strings with 0 or the empty string for each null."""
     zeros = pa.py_buffer(bytes(16))  # one number, or the two offsets of one string
     parts = [None, zeros] if pa.types.is_integer(array.type) else [None, zeros, pa.py_buffer(b"")]
     return pc.fill_null(array, pa.Array.from_buffers(array.type, 1, parts, 0)[0])
 
 
-def lengths(array: Any) -> npt.NDArray[np.int64]:
+def lengths(array: pa.Array) -> npt.NDArray[np.int64]:
     """How many items each list of any kind has; a null has none."""
     return numbers(filled(pc.list_value_length(array))).astype(np.int64, copy=False)
 
 
-def flags(array: Any) -> npt.NDArray[np.bool_]:
+def flags(array: pa.Array) -> npt.NDArray[np.bool_]:
     """An array of booleans without nulls."""
     buffer = array.buffers()[1]
     if buffer is None or not len(array):
@@ -101,7 +101,7 @@ def flags(array: Any) -> npt.NDArray[np.bool_]:
     return values
 
 
-def blanked(array: Any, keep: npt.NDArray[np.bool_]) -> Any:
+def blanked(array: pa.Array, keep: npt.NDArray[np.bool_]) -> pa.Array:
     """(Large) strings or lists with a null for each row that is not to be kept; values under a null are not read."""
     width = 8 if _is_large(array.type) else 4
     if array.null_count:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class Content(StrEnum):
@@ -52,7 +55,7 @@ class Rows(NamedTuple):
     """
 
     first_row: int
-    column: Any
+    column: pa.Array
     bad: tuple[BadRow, ...] = ()
     filtered: npt.NDArray[np.bool_] | None = None
     sizes: npt.NDArray[np.int64] | None = None
@@ -103,7 +106,7 @@ class TensorFile(Protocol):
     """
 
     @property
-    def schema(self) -> Any:
+    def schema(self) -> pa.Schema:
         """A ``pyarrow.Schema``."""
 
     @property
@@ -118,5 +121,5 @@ class TensorFile(Protocol):
     def decoded_bytes(self) -> int:
         """About how many bytes the file has, decoded."""
 
-    def read(self, part: int, names: Sequence[str]) -> list[Any]:
+    def read(self, part: int, names: Sequence[str]) -> list[pa.Array]:
         """Columns of a part, as ``pyarrow.Array``."""

@@ -31,7 +31,7 @@ DECODE_ROWS = 1 << 12
 EXPECTED = "text (string), or lists of integers"
 
 
-def content_of(kind: Any, *, is_mask: bool = False) -> Content | None:
+def content_of(kind: pa.DataType, *, is_mask: bool = False) -> Content | None:
     """What a column of an Arrow type holds; ``None`` for a type that is neither text nor ids, and for JSON, which is
     text where it is asked for."""
     if arrays.is_text(plain_kind(kind)):
@@ -43,27 +43,27 @@ def content_of(kind: Any, *, is_mask: bool = False) -> Content | None:
     return Content.IDS if is_read or pa.types.is_null(kind.value_type) else None
 
 
-def is_truth(kind: Any) -> bool:
+def is_truth(kind: pa.DataType) -> bool:
     """Whether a type is of true and false, also as bytes."""
     return pa.types.is_boolean(kind) or isinstance(kind, pa.Bool8Type)
 
 
-def plain_kind(kind: Any) -> Any:
+def plain_kind(kind: pa.DataType) -> pa.DataType:
     """The type of a column's values, whether they stand in a dictionary or not."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def is_json(kind: Any) -> bool:
+def is_json(kind: pa.DataType) -> bool:
     """Whether a type is of text that is JSON, or of lists of it, as `datasets` and DuckDB write them."""
     return isinstance(kind, pa.JsonType) or (is_any_list(kind) and is_json(kind.value_type))
 
 
-def contents_of(schema: Any) -> dict[str, Content | None]:
+def contents_of(schema: pa.Schema) -> dict[str, Content | None]:
     """What each top-level column holds, by name."""
     return {field.name: content_of(field.type) for field in schema}
 
 
-def is_any_list(kind: Any) -> bool:
+def is_any_list(kind: pa.DataType) -> bool:
     """Whether a type is one of lists."""
     return bool(arrays.is_list(kind) or pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
@@ -86,7 +86,7 @@ def find(names_of: Callable[[Any], Mapping[str, Any] | None], within: Any, name:
     return None
 
 
-def _fields(kind: Any) -> dict[str, Any] | None:
+def _fields(kind: pa.DataType) -> dict[str, pa.DataType] | None:
     if isinstance(kind, pa.Schema):
         return {field.name: field.type for field in kind}
     if pa.types.is_struct(kind):
@@ -106,9 +106,9 @@ class ColumnPath(NamedTuple):
     its type."""
 
     names: tuple[str, ...]
-    kind: Any
+    kind: pa.DataType
 
-    def of(self, batch: Any) -> Any:
+    def of(self, batch: pa.RecordBatch) -> pa.Array:
         """Its values in a record batch. Below a null there is a null. Raises ``pa.ArrowException``."""
         array = batch.column(self.names[0])
         if not self.names[1:]:
@@ -117,7 +117,7 @@ class ColumnPath(NamedTuple):
         return pc.struct_field(array, list(self.names[1:]))
 
 
-def column_of(schema: Any, name: str, where: str) -> ColumnPath:
+def column_of(schema: pa.Schema, name: str, where: str) -> ColumnPath:
     """A column by its name, or by its path: ``meta.text`` is the field ``text`` of the structure ``meta``, unless there
     is a column of just that name.
 
@@ -140,7 +140,7 @@ def column_of(schema: Any, name: str, where: str) -> ColumnPath:
     return ColumnPath(path, kind)
 
 
-def check_schema(schema: Any, name: str, where: str, rules: RowRules) -> Content | None:
+def check_schema(schema: pa.Schema, name: str, where: str, rules: RowRules) -> Content | None:
     """What a column holds in a file, None where it is null in each row.
 
     Raises ``SourceError`` beginning with ``where`` when the column is missing, there twice, or of another type.
@@ -156,7 +156,7 @@ def check_schema(schema: Any, name: str, where: str, rules: RowRules) -> Content
     return content
 
 
-def rows(array: Any, first_row: int, where: str, *, valid: bool = False) -> Iterator[Rows]:
+def rows(array: pa.Array, first_row: int, where: str, *, valid: bool = False) -> Iterator[Rows]:
     """Cuts an array of a permitted type into ``Rows`` without nulls: a null becomes an empty row.
 
     Zero copy, except where nulls are replaced and where dictionaries, views or fixed-size lists are
@@ -170,7 +170,7 @@ def rows(array: Any, first_row: int, where: str, *, valid: bool = False) -> Iter
         yield from pieces(Rows(first_row + start, without_nulls(plain), bad))
 
 
-def is_damaged(array: Any, first_row: int, where: str) -> bool:
+def is_damaged(array: pa.Array, first_row: int, where: str) -> bool:
     """Whether there is text in an array that is not UTF-8. Raises ``SourceError`` where it is worse than that."""
     # Files can lie: a wild offset would be read out of bounds, and invalid UTF-8 would reach tokenisers.
     try:
@@ -191,7 +191,7 @@ def is_damaged(array: Any, first_row: int, where: str) -> bool:
     raise SourceError(f"{where}: rows from {first_row} on are damaged: {reason}")
 
 
-def _as_bytes(array: Any) -> Any:
+def _as_bytes(array: pa.Array) -> pa.Array:
     """The same array, of which no text is promised to be UTF-8."""
     kind = array.type
     if pa.types.is_dictionary(kind):
@@ -206,7 +206,7 @@ def _as_bytes(array: Any) -> Any:
     return array
 
 
-def decoded(array: Any, first_row: int, where: str, *, damaged: bool) -> tuple[Any, tuple[BadRow, ...]]:
+def decoded(array: pa.Array, first_row: int, where: str, *, damaged: bool) -> tuple[pa.Array, tuple[BadRow, ...]]:
     """An array of a permitted type as (large_)string or (large_)list, with nulls in place of the rows that are bad.
 
     ``damaged``: what ``is_damaged`` said of it, or of what it was cut from.
@@ -220,14 +220,14 @@ def decoded(array: Any, first_row: int, where: str, *, damaged: bool) -> tuple[A
     return (blanked(plain, bad) if bad else plain), bad
 
 
-def blanked(array: Any, bad: Iterable[BadRow]) -> Any:
+def blanked(array: pa.Array, bad: Iterable[BadRow]) -> pa.Array:
     """An array of ``Rows`` with nulls in place of some rows."""
     keep = np.ones(len(array), np.bool_)
     keep[[row.position for row in bad]] = False
     return arrays.blanked(array, keep)
 
 
-def _not_utf8(array: Any, first_row: int, where: str) -> tuple[BadRow, ...]:
+def _not_utf8(array: pa.Array, first_row: int, where: str) -> tuple[BadRow, ...]:
     bad_rows = []
     for i, text in enumerate(_as_bytes(array)):
         try:
@@ -238,7 +238,7 @@ def _not_utf8(array: Any, first_row: int, where: str) -> tuple[BadRow, ...]:
     return tuple(bad_rows)
 
 
-def _with_null_items(array: Any, first_row: int, where: str) -> tuple[BadRow, ...]:
+def _with_null_items(array: pa.Array, first_row: int, where: str) -> tuple[BadRow, ...]:
     if array.values.null_count == 0:
         return ()
     nulls = np.flatnonzero(arrays.flags(array.values.is_null()))
@@ -252,7 +252,7 @@ def _with_null_items(array: Any, first_row: int, where: str) -> tuple[BadRow, ..
     )
 
 
-def without_nulls(array: Any) -> Any:
+def without_nulls(array: pa.Array) -> pa.Array:
     """An array of a permitted type, but for dictionaries and views of text, with an empty row for each null."""
     is_list = is_any_list(array.type)
     if array.null_count == 0 and (not is_list or _has_offsets(array.type)):
@@ -266,7 +266,7 @@ def without_nulls(array: Any) -> Any:
     return arrays.lists(offsets, array.flatten())
 
 
-def _has_offsets(kind: Any) -> bool:
+def _has_offsets(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
@@ -277,7 +277,7 @@ class Reach(NamedTuple):
     bytes: int
 
 
-def reach(array: Any, size: int, sizes: npt.NDArray[np.int64] | None = None) -> Reach:
+def reach(array: pa.Array, size: int, sizes: npt.NDArray[np.int64] | None = None) -> Reach:
     """The first rows of an array of ``Rows``, up to the one that reaches ``size`` bytes; all where none does.
     ``sizes``: the bytes of each, where they are not its own."""
     ends = _byte_ends(array) if sizes is None else np.cumsum(sizes)
@@ -285,12 +285,12 @@ def reach(array: Any, size: int, sizes: npt.NDArray[np.int64] | None = None) -> 
     return Reach(rows, int(ends[rows - 1]) if rows else 0)
 
 
-def byte_sizes(array: Any) -> npt.NDArray[np.int64]:
+def byte_sizes(array: pa.Array) -> npt.NDArray[np.int64]:
     """[rows]: the bytes of text or ids of each row of an array of ``Rows``."""
     return np.diff(_byte_ends(array), prepend=0)
 
 
-def _byte_ends(array: Any) -> npt.NDArray[np.int64]:
+def _byte_ends(array: pa.Array) -> npt.NDArray[np.int64]:
     if pa.types.is_struct(array.type):
         array = array.field(0)  # ids, and their loss mask beside them
     offsets = arrays.offsets(array)
@@ -360,7 +360,7 @@ def let_go(views: Iterable[_T]) -> Iterator[_T]:
         yield waiting.popleft()
 
 
-def is_text(array: Any) -> bool:
+def is_text(array: pa.Array) -> bool:
     """Whether an array of ``Rows`` is text, not ids."""
     return bool(pa.types.is_string(array.type) or pa.types.is_large_string(array.type))
 

@@ -38,13 +38,13 @@ class FlatIds:
         """The ids from position ``first`` up to, not with, ``stop``; not copied."""
         return np.frombuffer(self._buffer(first, stop), self.kind)
 
-    def rows(self, edges: npt.NDArray[np.int64]) -> Any:
+    def rows(self, edges: npt.NDArray[np.int64]) -> pa.Array:
         """Lists of ids: row i lies between the positions ``edges[i]`` and ``edges[i + 1]``; not copied."""
         first, stop = int(edges[0]), int(edges[-1])
         ids = pa.Array.from_buffers(pa.from_numpy_dtype(self.kind), stop - first, [None, self._buffer(first, stop)], 0)
         return arrays.lists(np.subtract(edges, first), ids)
 
-    def _buffer(self, first: int, stop: int) -> Any:
+    def _buffer(self, first: int, stop: int) -> pa.Buffer:
         if self._mapped is None or first == stop:
             return pa.py_buffer(b"")
         # Range by range, since Arrow has the kernel fetch all that is asked for.

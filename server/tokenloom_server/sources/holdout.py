@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +46,7 @@ class HoldoutSource(WrappedSource):
             else:
                 yield rows._replace(column=_blanked(rows.column, ~held)) if held.any() else rows
 
-    def _held(self, column: Any) -> npt.NDArray[np.bool_]:
+    def _held(self, column: pa.Array) -> npt.NDArray[np.bool_]:
         if pa.types.is_struct(column.type):
             column = column.field(0)  # ids, and their loss mask beside them
         if columns.is_text(column):
@@ -65,7 +64,7 @@ class HoldoutSource(WrappedSource):
         return np.fromiter(held, np.bool_, len(edges) - 1)
 
 
-def _blanked(column: Any, keep: npt.NDArray[np.bool_]) -> Any:
+def _blanked(column: pa.Array, keep: npt.NDArray[np.bool_]) -> pa.Array:
     if pa.types.is_struct(column.type):
         parts = [_blanked(column.field(i), keep) for i in range(column.type.num_fields)]
         return pa.StructArray.from_arrays(parts, [field.name for field in column.type])

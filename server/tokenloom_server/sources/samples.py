@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +71,7 @@ class Samples(NamedTuple):
         self.refuse(ends[:, -1] != self.offsets[1:], "is not as long as its values together")
         return [Spans(ends[:, i] - lengths[:, i], lengths[:, i]) for i in range(len(sizes))]
 
-    def values(self, spans: Spans, kind: Any) -> Any:
+    def values(self, spans: Spans, kind: pa.DataType) -> pa.Array:
         """Values as an array of large text or bytes; of text it is not looked at whether it is UTF-8."""
         edges = np.stack((spans.begins, spans.begins + spans.lengths), axis=1)
         # Values and what lies between them; every other one is copied.
@@ -79,7 +79,7 @@ class Samples(NamedTuple):
         mixed = pa.Array.from_buffers(kind, edges.size - 1, buffers)
         return mixed.take(arrays.from_numbers(np.arange(0, edges.size, 2)))
 
-    def lists(self, spans: Spans, kind: Any) -> Any:
+    def lists(self, spans: Spans, kind: pa.DataType) -> pa.Array:
         """Values that are numbers of an Arrow type, one after the other, as large lists. Raises ``SourceError``."""
         size = kind.bit_width // 8
         self.refuse(spans.lengths % size != 0, f"is no whole number of {kind} long; its ids are of another type")
@@ -103,12 +103,12 @@ class Column(NamedTuple):
     """How the index names it."""
     size: int | None
     """Bytes of each value; None where they differ."""
-    kind: Any
+    kind: pa.DataType
     """As Arrow has it: large text, a number, a large list of numbers; large binary for what is not read."""
     past_head: Callable[[Samples, Spans], Spans] | None = None
     """From where values lie to where their numbers do; None where values have no head."""
 
-    def decode(self, samples: Samples, spans: Spans) -> Any:
+    def decode(self, samples: Samples, spans: Spans) -> pa.Array:
         """The values as an array. Raises ``SourceError``."""
         if pa.types.is_large_string(self.kind) or pa.types.is_large_binary(self.kind):
             return samples.values(spans, self.kind)

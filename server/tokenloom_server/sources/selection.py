@@ -38,7 +38,7 @@ class _Test(NamedTuple):
     """A comparison as it is made of a column: in which type, with which constants of that type."""
 
     comparison: Comparison
-    kind: Any
+    kind: pa.DataType
     constants: Any
 
 
@@ -90,7 +90,7 @@ class Selection:
         return list(dict.fromkeys(column.names[0] for column in self.columns.values()))
 
     def rows(
-        self, batch: Any, first_row: int, where: str, *, valid: bool = False, bad: Sequence[BadRow] = ()
+        self, batch: pa.RecordBatch, first_row: int, where: str, *, valid: bool = False, bad: Sequence[BadRow] = ()
     ) -> Iterator[Rows]:
         """``Rows`` of a record batch, as ``columns.rows`` makes them of one column.
 
@@ -112,13 +112,13 @@ class Selection:
             known = Rows(first_row, by_name[self.column], tuple(bad)).cut(start, start + STEP_ROWS).bad
             yield from columns.pieces(self._rows(part, first_row + start, where, damaged, known))
 
-    def rows_from(self, row: int, batch: Any, first_row: int, where: str) -> Iterator[Rows]:
+    def rows_from(self, row: int, batch: pa.RecordBatch, first_row: int, where: str) -> Iterator[Rows]:
         """``rows`` of what a batch has from ``row`` on; its own first is ``first_row``."""
         skipped = max(row - first_row, 0)
         if skipped < len(batch):
             yield from self.rows(batch.slice(skipped), first_row + skipped, where)
 
-    def _values(self, name: str, array: Any) -> Any:
+    def _values(self, name: str, array: pa.Array) -> pa.Array:
         """A column as what it stands for, where its type says that text is JSON, or no more than that all is null."""
         kind = array.type
         if isinstance(kind, pa.JsonType):
@@ -180,7 +180,7 @@ class Selection:
         passes = [_passes(test, by_name[test.comparison.column]) for test in self._tests]
         return np.logical_and.reduce(passes) if passes else None
 
-    def text(self, by_name: Mapping[str, Any]) -> Any:
+    def text(self, by_name: Mapping[str, Any]) -> pa.Array:
         """The template's text, by the columns' values; without a template, the source's own. Null where that one is."""
         template, own = self.rules.template, by_name[self.column]
         if template is None:
@@ -189,13 +189,13 @@ class Selection:
         return arrays.blanked(joined, arrays.flags(own.is_valid())) if own.null_count else joined
 
 
-def _decoded(array: Any, first_row: int, where: str, damaged: bool) -> tuple[Any, Sequence[BadRow]]:
+def _decoded(array: pa.Array, first_row: int, where: str, damaged: bool) -> tuple[pa.Array, Sequence[BadRow]]:
     if columns.content_of(array.type) is None:
         return arrays.plain(array), ()
     return columns.decoded(array, first_row, where, damaged=damaged)
 
 
-def _joined(template: Template, values: Sequence[Any]) -> Any:
+def _joined(template: Template, values: Sequence[Any]) -> pa.Array:
     parts: list[Any] = []
     literals = arrays.strings(list(template.texts))
     for i, array in enumerate(values):
@@ -205,11 +205,11 @@ def _joined(template: Template, values: Sequence[Any]) -> Any:
     return pc.call_function("binary_join_element_wise", parts, options)
 
 
-def _as_text(array: Any) -> Any:
+def _as_text(array: pa.Array) -> pa.Array:
     return array if pa.types.is_large_string(array.type) else array.cast(pa.large_string())
 
 
-def _as_json(array: Any, name: str, first_row: int, where: str) -> tuple[Any, list[BadRow]]:
+def _as_json(array: pa.Array, name: str, first_row: int, where: str) -> tuple[pa.Array, list[BadRow]]:
     """Values as JSON, and those that are none, for there is text in them that should be some."""
     values, bad, read = array.to_pylist(), [], _json_reader(array.type)
     texts = [""] * len(values)
@@ -223,7 +223,7 @@ def _as_json(array: Any, name: str, first_row: int, where: str) -> tuple[Any, li
     return arrays.blanked(arrays.strings(texts), arrays.flags(array.is_valid())), bad
 
 
-def _json_reader(kind: Any) -> Callable[[Any], Any]:
+def _json_reader(kind: pa.DataType) -> Callable[[Any], Any]:
     """Makes of a value of a type, in which text may be JSON, what that says."""
     if isinstance(kind, pa.JsonType):
         return lambda value: value if value is None else json.loads(value)
@@ -259,7 +259,7 @@ def _folder_passes(comparison: Comparison, value: str | None, where: str) -> boo
     return bool(_passes(_test(comparison, kind, where), array)[0])
 
 
-def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
+def _test(comparison: Comparison, kind: pa.DataType, where: str) -> _Test:
     """Raises ``SourceError`` where a column of this type cannot be compared so."""
     compared = _compared_as(comparison, columns.plain_kind(kind))
     prefix = f"{where}: filter {str(comparison)!r}: column {comparison.column!r} is of type {kind}"
@@ -273,7 +273,7 @@ def _test(comparison: Comparison, kind: Any, where: str) -> _Test:
         raise SourceError(f"{prefix}, and the constant is none ({error})") from None
 
 
-def _constants(comparison: Comparison, kind: Any) -> Any:
+def _constants(comparison: Comparison, kind: pa.DataType) -> pa.Array:
     if comparison.kind == "text":
         texts = pa.array(comparison.values, pa.string())
         if pa.types.is_timestamp(kind) and kind.tz is not None:
@@ -283,7 +283,7 @@ def _constants(comparison: Comparison, kind: Any) -> Any:
     return pa.array(list(values), kind)
 
 
-def _instant(text: Any, kind: Any) -> Any:
+def _instant(text: pa.Array, kind: pa.DataType) -> pa.Array:
     """A text as a time of a type with a zone: it is of that zone, unless it names one itself."""
     try:
         plain = text.cast(pa.timestamp(kind.unit))
@@ -300,7 +300,7 @@ _NAMES = {"text": "text", "number": "a number", "truth": "true or false"}
 _KINDS = {"text": "large_string", "number": "float64", "truth": "bool"}
 
 
-def _compared_as(comparison: Comparison, kind: Any) -> Any | None:
+def _compared_as(comparison: Comparison, kind: pa.DataType) -> pa.DataType | None:
     """The type in which values of a type are compared with the constants; None where they cannot be."""
     if pa.types.is_null(kind):
         return pa.type_for_alias(_KINDS[comparison.kind])
@@ -326,7 +326,7 @@ def _signed(width: int) -> tuple[int, int]:
     return -(2 ** (width - 1)), 2 ** (width - 1) - 1
 
 
-def _passes(test: _Test, array: Any) -> npt.NDArray[np.bool_]:
+def _passes(test: _Test, array: pa.Array) -> npt.NDArray[np.bool_]:
     """Whether each value, null not being one, compares so."""
     if array.type != test.kind:
         array = array.cast(test.kind, safe=False)

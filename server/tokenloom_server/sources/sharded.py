@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.remote import RemoteFile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 #: How long a remote file that was just opened counts as that, seconds.
 KEPT_S = 60.0
@@ -91,7 +94,7 @@ class ShardedSource(ABC):
         """Raises ``SourceError`` where a file says itself what its columns hold, and these cannot be read."""
         return self._shards[shard]
 
-    def _selection(self, shard: int, schema: Any) -> Selection:
+    def _selection(self, shard: int, schema: pa.Schema) -> Selection:
         """What is read of a shard. Raises ``SourceError`` where the column is missing in it, or holds something else
         than in the first one that was looked at, and where a filter or template has no use for another column."""
         partitions = locations.partitions(self._shards[shard].path) if self._rules.filter else {}

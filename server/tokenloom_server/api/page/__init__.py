@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import PurePath
 
-from tokenloom_server.api.rest.routes import Backend, Routes
-
 #: What is served of this package, by how a file's name ends.
 _MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
@@ -29,8 +27,3 @@ def page_files() -> Iterator[tuple[str, bytes, str]]:
             media_type = _MEDIA_TYPES.get(PurePath(file.name).suffix)
             if media_type is not None:
                 yield "/" if file.name == "index.html" else f"{url}/{file.name}", file.read_bytes(), media_type
-
-
-def add_routes(routes: Routes, backend: Backend) -> None:
-    for url, content, media_type in page_files():
-        routes.add_file(url, content, media_type)

@@ -1,14 +1,17 @@
-"""The app: a tuple of resources, each of which adds its routes, and what stands in front of all of them."""
+"""The app: the routes of its resources, the files of the page, and what stands in front of all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 from fastapi import Depends, FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope as RequestScope
 
-from tokenloom_server.api import page
+from tokenloom_server.api.auth import Needed, Scope
+from tokenloom_server.api.page import page_files
 from tokenloom_server.api.rest.guard import Guard
 from tokenloom_server.api.rest.problems import add_error_handlers
 from tokenloom_server.api.rest.resources import (
@@ -25,17 +28,17 @@ from tokenloom_server.api.rest.resources import (
 )
 from tokenloom_server.api.rest.routes import Backend, Routes, refuse_unknown_parameters
 
-#: Each has ``add_routes(routes, backend)``. A new resource is its module, and its name here.
-RESOURCES = (runs, history, plan, receipts, snapshots, restore, trace, mixture, health, metrics, page)
+#: Each has ``ROUTES``. A new resource is its module, and its name here.
+RESOURCES = (runs, history, plan, receipts, snapshots, restore, trace, mixture, health, metrics)
 
 
 class RestApp(FastAPI):
-    """The app with its ``routes``, which know the scope that each asks for."""
+    """The REST interface to the runs of a backend."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, backend: Backend) -> None:
         super().__init__(
             title="Tokenloom",
-            version=version,
+            version=backend.version,
             summary="Stats, snapshots and restore of training runs' data.",
             description='Every error is `{"error": name, "message": text}`. POST requests must carry '
             "`Content-Type: application/json`, with or without a body.",
@@ -45,7 +48,11 @@ class RestApp(FastAPI):
             dependencies=[Depends(refuse_unknown_parameters)],
             license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
         )
-        self.resource_routes = Routes(self)
+        self.state.backend = backend
+        #: By method and path. FastAPI adds the route of the schema itself.
+        self.scopes: dict[tuple[str, str], Scope] = {("GET", "/openapi.json"): Scope.READ}
+        #: Those that are about all runs: closed to a token that is good for some.
+        self.of_all_runs: set[tuple[str, str]] = set()
 
     def openapi(self) -> dict[str, Any]:
         """The schema, with the kind of token that its routes refer to."""
@@ -55,12 +62,39 @@ class RestApp(FastAPI):
         }
         return schema
 
+    def add_resource(self, routes: Routes) -> None:
+        routes.add_to(self)
+        self.scopes |= routes.scopes
+        self.of_all_runs |= routes.of_all_runs
 
-def create_app(backend: Backend, resources: Sequence[ModuleType] = RESOURCES) -> RestApp:
-    """The REST interface to the runs of ``backend``, with its own metrics registry."""
-    app = RestApp(backend.version)
-    for resource in resources:
-        resource.add_routes(app.resource_routes, backend)
+    def add_file(self, path: str, content: bytes, media_type: str) -> None:
+        """A file of the page, open to all and not part of the schema."""
+        self.scopes["GET", path] = Scope.OPEN
+
+        async def serve(request: Request) -> Response:
+            return Response(content, media_type=media_type)
+
+        self.add_route(path, serve, methods=["GET"], include_in_schema=False)
+
+    def needed_by(self, request: RequestScope) -> Needed:
+        """What the route of a request asks for. Where there is no such route, only a reader learns that."""
+        for route in self.routes:
+            match, details = route.matches(request)
+            if match is Match.FULL:
+                method = "GET" if request["method"] == "HEAD" else request["method"]
+                key = method, getattr(route, "path", "")
+                run = None if key in self.of_all_runs else details["path_params"].get("run", "")
+                return Needed(self.scopes.get(key, Scope.ADMIN), run)
+        return Needed(Scope.READ)
+
+
+def create_app(backend: Backend, only_health: bool = False) -> RestApp:
+    """The REST interface to the runs of ``backend``; ``only_health``: without all that is for people and tools."""
+    app = RestApp(backend)
+    for resource in (health,) if only_health else RESOURCES:
+        app.add_resource(resource.ROUTES)
+    for file in () if only_health else page_files():
+        app.add_file(*file)
     add_error_handlers(app)
-    app.add_middleware(Guard, access=backend.access, needed_by=app.resource_routes.needed_by)
+    app.add_middleware(Guard, access=backend.access, needed_by=app.needed_by)
     return app

@@ -1,27 +1,27 @@
-"""How a resource adds its routes: with each stand the scope that it asks for and the errors that it may answer with."""
+"""How a resource declares its routes: each with the scope that it asks for and the errors that it may answer with."""
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Match
-from starlette.types import Scope as RequestScope
 
-from tokenloom_server.api.auth import OPEN_TO_ALL, Access, Needed, Scope
+from tokenloom_server.api.auth import OPEN_TO_ALL, Access, Scope
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.models import ErrorBody
 from tokenloom_server.api.rest.problems import quoted
 from tokenloom_server.api.run_folder import RunFolder
 from tokenloom_server.api.service import Runs
 
+#: Plans at once: the first of a run reads from storage, and each waits in a thread that other requests need.
+MAX_PLANS = 4
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
 #: What an error status means, for OpenAPI.
 _MEANINGS = {
@@ -67,15 +67,28 @@ class Backend:
     access: Access = OPEN_TO_ALL
     folder: RunFolder | None = None
     """How runs are added and removed; none that is followed if not given."""
+    plans: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(MAX_PLANS))
+    """Held by each plan that is being made."""
+    drawing: threading.Lock = field(default_factory=threading.Lock)
+    """matplotlib's settings are the process's: one picture at a time."""
+
+
+async def _app_backend(request: Request) -> Backend:
+    backend: Backend = request.app.state.backend
+    return backend
+
+
+#: A route's parameter for the backend of the app that it is in.
+AppBackend = Annotated[Backend, Depends(_app_backend)]
 
 
 class Routes:
-    """The routes of an app, and the scope that each asks for."""
+    """The routes of a resource, and the scope that each asks for."""
 
-    def __init__(self, app: FastAPI) -> None:
-        self._app = app
-        #: By method and path. FastAPI adds the route of the schema itself.
-        self.scopes: dict[tuple[str, str], Scope] = {("GET", "/openapi.json"): Scope.READ}
+    def __init__(self) -> None:
+        self._add_to: list[Callable[[FastAPI], None]] = []
+        #: By method and path.
+        self.scopes: dict[tuple[str, str], Scope] = {}
         #: Those that are about all runs: closed to a token that is good for some.
         self.of_all_runs: set[tuple[str, str]] = set()
 
@@ -113,35 +126,21 @@ class Routes:
         def add(endpoint: _Endpoint) -> _Endpoint:
             summary, _, description = (inspect.getdoc(endpoint) or "").partition("\n\n")
             # In place of an empty description FastAPI would repeat the docstring; at a form feed it ends one.
-            self._app.add_api_route(
-                path,
-                endpoint,
-                methods=[method],
-                summary=summary.removesuffix("."),
-                description=description.replace("\n", " ") or "\f",
-                responses=answers,
-                **documented,
+            self._add_to.append(
+                lambda app: app.add_api_route(
+                    path,
+                    endpoint,
+                    methods=[method],
+                    summary=summary.removesuffix("."),
+                    description=description.replace("\n", " ") or "\f",
+                    responses=answers,
+                    **documented,
+                )
             )
             return endpoint
 
         return add
 
-    def add_file(self, path: str, content: bytes, media_type: str) -> None:
-        """A file of the page, open to all and not part of the schema."""
-        self.scopes["GET", path] = Scope.OPEN
-
-        async def serve(request: Request) -> Response:
-            return Response(content, media_type=media_type)
-
-        self._app.add_route(path, serve, methods=["GET"], include_in_schema=False)
-
-    def needed_by(self, request: RequestScope) -> Needed:
-        """What the route of a request asks for. Where there is no such route, only a reader learns that."""
-        for route in self._app.routes:
-            match, details = route.matches(request)
-            if match is Match.FULL:
-                method = "GET" if request["method"] == "HEAD" else request["method"]
-                key = method, getattr(route, "path", "")
-                run = None if key in self.of_all_runs else details["path_params"].get("run", "")
-                return Needed(self.scopes.get(key, Scope.ADMIN), run)
-        return Needed(Scope.READ)
+    def add_to(self, app: FastAPI) -> None:
+        for add in self._add_to:
+            add(app)

@@ -82,16 +82,14 @@ class RestServer:
             return
         from importlib.metadata import version
 
-        from tokenloom_server.api.rest.app import RESOURCES, create_app
-        from tokenloom_server.api.rest.resources import health
+        from tokenloom_server.api.rest.app import create_app
         from tokenloom_server.api.rest.routes import Backend
         from tokenloom_server.api.rest.uvicorn_server import Http
         from tokenloom_server.order.snapshot_document import ResumeStateDocument, SnapshotDocument
 
         for document in (SnapshotDocument, ResumeStateDocument):
             document.model_rebuild()  # which the first restore would otherwise wait for
-        resources = (health,) if self._only_health else RESOURCES
-        app = create_app(Backend(runs, version("tokenloom"), grpc_address, self._access, folder), resources)
+        app = create_app(Backend(runs, version("tokenloom"), grpc_address, self._access, folder), self._only_health)
         http = self._http = Http(app, self._tls)
         self._listener.make_room = http.make_room
         # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.

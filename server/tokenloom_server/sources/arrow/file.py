@@ -29,10 +29,10 @@ class ArrowFile(NamedTuple):
     is_file_format: bool
 
     @property
-    def schema(self) -> Any:
+    def schema(self) -> pa.Schema:
         return self.reader.schema
 
-    def batch(self, number: int, offset: int) -> Any:
+    def batch(self, number: int, offset: int) -> pa.RecordBatch:
         """The ``number``-th record batch, which lies at the byte ``offset`` and can be read by itself."""
         if self.is_file_format:
             return self.reader.get_batch(number)
@@ -90,6 +90,6 @@ class _Batches:
         self.mapped = mapped
         self.decoded_bytes = opened.file.size
 
-    def read(self, part: int, names: Sequence[str]) -> list[Any]:
+    def read(self, part: int, names: Sequence[str]) -> list[pa.Array]:
         batch = self._held[part] if self._held is not None else self._opened.batch(part, self._offsets[part])
         return [batch.column(name) for name in names]

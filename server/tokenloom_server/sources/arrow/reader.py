@@ -140,7 +140,7 @@ class ArrowSource(ShardedSource):
         finally:
             opened.file.close()
 
-    def _scan(self, shard: int, schema: Any) -> Batches:
+    def _scan(self, shard: int, schema: pa.Schema) -> Batches:
         if shard not in self._batches:
             block_rows = headers.block_rows(schema.metadata or {})
             self._batches[shard] = self._headers(shard, headers.scan)._replace(block_rows=block_rows)

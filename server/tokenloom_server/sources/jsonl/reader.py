@@ -126,7 +126,7 @@ class Decoder:
     def _bad(self, row: int, reason: str) -> Rows:
         return Rows(row, self._empty(), (BadRow(0, reason),))
 
-    def _empty(self) -> Any:
+    def _empty(self) -> pa.Array:
         return pa.array(["" if self.content is Content.TEXT else []], self._kind)
 
     def _own(self, document: dict[str, Any], line: str) -> str | list[int] | None:
@@ -153,7 +153,7 @@ class Decoder:
             )
         return value
 
-    def _other(self, document: dict[str, Any], name: str, line: str) -> Any:
+    def _other(self, document: dict[str, Any], name: str, line: str) -> pa.Array:
         """The value of a column of the rules, as an array of one."""
         kind, path = self._columns[name].kind, self._columns[name].names
         is_own = name == self._column
@@ -176,7 +176,7 @@ class Decoder:
             raise SourceError(f"{line}: {name!r} is {_shown(value)}, expected {_EXPECTED[str(kind)]}")
         return pa.array([value], kind)
 
-    def _fast(self, block: Block) -> Any | None:
+    def _fast(self, block: Block) -> pa.RecordBatch | None:
         """The batches of Arrow's reader, or ``None`` where it fails or may have split lines otherwise."""
         if not _each_line_is_braced(block):
             return None
@@ -205,7 +205,7 @@ def _shown(item: Any) -> str:
     return f"the number {item!r}" if type(item) in (int, float) else kind_name(item)
 
 
-def _schema(by_name: Mapping[str, ColumnPath]) -> Any:
+def _schema(by_name: Mapping[str, ColumnPath]) -> pa.Schema:
     """The fields that Arrow is to read, those of one object together."""
     tree: dict[str, Any] = {}
     for column in by_name.values():

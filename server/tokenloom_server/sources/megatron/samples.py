@@ -10,7 +10,6 @@ Source of the rule: ``megatron/core/datasets/gpt_dataset.py`` of NVIDIA/Megatron
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +46,7 @@ class MegatronSamples(MegatronSource):
                 ) from None
             yield from columns.rows(samples, first, where, valid=True)
 
-    def _samples(self, numbers: npt.NDArray[np.int64]) -> Any:
+    def _samples(self, numbers: npt.NDArray[np.int64]) -> pa.Array:
         """Lists of ids. Raises ``IndexError`` and ``ValueError`` where the arrays do not fit the dataset."""
         index = self._index(DATA)
         with self._open(self._shards[DATA]) as file:
@@ -66,12 +65,13 @@ class MegatronSamples(MegatronSource):
         values = ids.numbers(0, ids.count)[_ranges(starts, lengths)]
         return arrays.lists(np.append(0, np.cumsum(lengths))[np.append(firsts, lasts[-1])], pa.array(values))
 
-    def _array(self, place: int) -> Any:
+    def _array(self, place: int) -> npt.NDArray[np.int64]:
         """A cached array, mapped."""
         shard = self._shards[place]
         with self._open(shard) as file:
             try:
-                return np.load(flat_ids.local(file).path, mmap_mode="r", allow_pickle=False)
+                array: npt.NDArray[np.int64] = np.load(flat_ids.local(file).path, mmap_mode="r", allow_pickle=False)
+                return array
             except (ValueError, EOFError) as error:
                 raise SourceError(f"{self._where(shard)} is no array of numpy: {error}; copy it again") from None
 

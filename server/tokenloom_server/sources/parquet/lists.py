@@ -60,7 +60,7 @@ def list_column(file: Any, name: str) -> ListColumn | None:
     return ListColumn(leaf_numbers[0], physical_type, item_level, empty_level, field.type.value_type)
 
 
-def read_lists(file: File, column: ListColumn, chunks: Chunks, group: int) -> Iterator[Any]:
+def read_lists(file: File, column: ListColumn, chunks: Chunks, group: int) -> Iterator[pa.Array]:
     """The rows of a row group as Arrow lists without nulls, a few pages at a time; ``chunks`` are the column's.
 
     Raises ``Unusual``; what was yielded before it stands.
@@ -76,7 +76,7 @@ def read_lists(file: File, column: ListColumn, chunks: Chunks, group: int) -> It
         raise Unusual(str(error)) from error
 
 
-def _units(file: File, chunk: Chunk, column: ListColumn) -> Iterator[Any]:
+def _units(file: File, chunk: Chunk, column: ListColumn) -> Iterator[pa.Array]:
     held: list[Page] = []
     for page in parquet_pages.pages(file, chunk):
         # A row may reach into the next page.
@@ -148,7 +148,7 @@ def _absent(begins: npt.NDArray[np.int32], present: npt.NDArray[np.int32], colum
     return absent
 
 
-def _typed(items: Any, kind: Any) -> Any:
+def _typed(items: pa.Array, kind: pa.DataType) -> pa.Array:
     """The file's integers of 32 or 64 bits, in the type that its schema names."""
     if items.type == kind:
         return items

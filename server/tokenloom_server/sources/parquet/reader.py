@@ -30,7 +30,7 @@ from tokenloom_server.storage.local import LocalFile
 from tokenloom_server.storage.remote import RemoteFile
 
 _log = logging.getLogger(__name__)
-_ReadLists = Callable[[int], Iterator[Any]]
+_ReadLists = Callable[[int], Iterator[pa.Array]]
 
 #: Bytes that are decoded at once: less than a piece, since one that is a little larger would become two.
 BATCH_BYTES = 7 << 17
@@ -124,11 +124,11 @@ class ParquetSource(ShardedSource):
 
     def _read_group(
         self, file: Any, group: int, size: _BatchSize, where: str, lists: _ReadLists | None, selection: Selection
-    ) -> Iterator[Any]:
+    ) -> Iterator[pa.RecordBatch]:
         """What is read of one row group, in record batches of about ``BATCH_BYTES`` or of a page."""
         done = 0
 
-        def as_batch(array: Any) -> Any:
+        def as_batch(array: pa.Array) -> pa.RecordBatch:
             nonlocal done
             done += len(array)
             return pa.RecordBatch.from_arrays([array], [self._spec.column])
@@ -155,7 +155,7 @@ class ParquetSource(ShardedSource):
                 f"{where} cannot be read in row group {group} ({error}); {files.fault_of(error)}"
             ) from None
 
-    def _lists(self, file: File, parquet: Any, chunks: Chunks) -> _ReadLists | None:
+    def _lists(self, file: File, parquet: pq.ParquetFile, chunks: Chunks) -> _ReadLists | None:
         """The fast reader, where the column is one of those that it is for."""
         # A filter needs other columns beside it, row by row; and a field within a structure has other levels.
         usual = self._content is Content.IDS and self._rules.plain and self._spec.column in parquet.schema_arrow.names
@@ -172,7 +172,7 @@ class ParquetSource(ShardedSource):
                 _log.warning("%s: nothing of it is read ahead (%s); nor of others like it", file.name, error)
             self._is_unplanned = True
 
-    def _chunks(self, shard: int, parquet: Any, keep: bool) -> list[Chunks]:
+    def _chunks(self, shard: int, parquet: pq.ParquetFile, keep: bool) -> list[Chunks]:
         """The chunks of the column, and of others that are read; ``keep``: the file's footer is likely to be needed
         again."""
         known = self._footers.pop(shard, None)
@@ -199,7 +199,7 @@ class ParquetSource(ShardedSource):
                 self._learn(shard, parquet.metadata, parquet.schema_arrow)
             yield file, stream, parquet
 
-    def _learn(self, shard: int, metadata: Any, schema: Any) -> None:
+    def _learn(self, shard: int, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
         self._selection(shard, schema)
         self._group_ends[shard] = _group_ends(metadata)
 
@@ -220,17 +220,17 @@ class ParquetSource(ShardedSource):
 
 
 class _Footer(NamedTuple):
-    metadata: Any
+    metadata: pq.FileMetaData
     chunks: list[Chunks]
 
 
-def _group_ends(metadata: Any) -> npt.NDArray[np.int64]:
+def _group_ends(metadata: pq.FileMetaData) -> npt.NDArray[np.int64]:
     """[row groups + 1]: where each begins, and the file's number of rows."""
     counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     return np.array([0, *accumulate(counts)], np.int64)
 
 
-def _metadata_of(file: File) -> Any | None:
+def _metadata_of(file: File) -> pq.FileMetaData | None:
     """What the end of a local file says, by one read; None where Arrow does not find all of a footer there, so that it
     has to look at the file, and say what is wrong."""
     if isinstance(file, LocalFile):
@@ -253,7 +253,7 @@ class _BatchSize:
         known = (self._rows, self._bytes) if self._rows else (int(group.num_rows), int(group.total_byte_size))
         return max(1, min(BATCH_ROWS, known[0] * BATCH_BYTES // max(known[1], 1)))
 
-    def saw(self, batch: Any) -> None:
+    def saw(self, batch: pa.RecordBatch) -> None:
         self._rows += len(batch)
         self._bytes += batch.nbytes
 
@@ -271,7 +271,7 @@ class ParquetTensors:
         # By whole row groups: Arrow ends the process where the size of a damaged column is asked for.
         self.decoded_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
 
-    def read(self, part: int, names: Sequence[str]) -> list[Any]:
+    def read(self, part: int, names: Sequence[str]) -> list[pa.Array]:
         table = self._file.read_row_group(part, columns=list(names), use_threads=False)
         columns = [table.column(name) for name in names]
         return [each.chunk(0) if each.num_chunks == 1 else each.combine_chunks() for each in columns]

@@ -170,7 +170,7 @@ def _coded(source: FeatureSource, bucketing: Bucketing, shard: int) -> _Coded:
     return _Coded(list(keys), np.concatenate(codes) if codes else np.empty(0, np.int32))
 
 
-def _check_filled(array: Any, row: int, bucketing: Bucketing, where: str) -> None:
+def _check_filled(array: pa.Array, row: int, bucketing: Bucketing, where: str) -> None:
     """Raises ``SourceError`` for a null; ``row``: that of the array's first."""
     if array.null_count:
         first = row + int(arrays.flags(array.is_null()).argmax())
@@ -188,7 +188,7 @@ def _unique(values: Any) -> tuple[list[Any], npt.NDArray[np.integer]]:
     return encoded.dictionary.to_pylist(), encoded.indices.to_numpy(zero_copy_only=False)
 
 
-def _lengths(array: Any, bucketing: Bucketing, where: str) -> _Int64s:
+def _lengths(array: pa.Array, bucketing: Bucketing, where: str) -> _Int64s:
     while isinstance(array.type, pa.BaseExtensionType):
         array = array.storage
     kind = array.type
@@ -200,7 +200,7 @@ def _lengths(array: Any, bucketing: Bucketing, where: str) -> _Int64s:
     return arrays.lengths(array)
 
 
-def _values(array: Any, column: str, where: str) -> Any:
+def _values(array: pa.Array, column: str, where: str) -> Any:
     """Integers as int64, all else as text."""
     array = arrays.plain(array)
     kind = array.type

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -43,13 +42,13 @@ def item_bytes(dtype: str) -> int:
     return np.dtype(dtype).itemsize
 
 
-def _storage_of(kind: Any) -> Any:
+def _storage_of(kind: pa.DataType) -> pa.DataType:
     while isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     return kind
 
 
-def described(kind: Any) -> tuple[str, tuple[int | None, ...]] | None:
+def described(kind: pa.DataType) -> tuple[str, tuple[int | None, ...]] | None:
     """dtype and dims of a column's type; None for one that does not travel."""
     dims: list[int | None] = []
     if isinstance(kind, pa.FixedShapeTensorType):

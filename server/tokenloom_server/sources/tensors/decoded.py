@@ -75,7 +75,7 @@ class _Level(NamedTuple):
     """The one length of all lists of this level, if they have one."""
 
     @classmethod
-    def of(cls, array: Any) -> _Level:
+    def of(cls, array: pa.Array) -> _Level:
         if pa.types.is_fixed_size_list(array.type):
             size = array.type.list_size
             return cls(array.offset, size, None, _valid(array), size)
@@ -88,7 +88,7 @@ class _Level(NamedTuple):
 class DecodedColumn:
     """One column of one part."""
 
-    def __init__(self, column: Column, array: Any, first_row: int, where: str) -> None:
+    def __init__(self, column: Column, array: pa.Array, first_row: int, where: str) -> None:
         self._column = column
         self._first_row = first_row
         self._where = where
@@ -168,18 +168,18 @@ class DecodedColumn:
                 )
 
 
-def _valid(array: Any) -> npt.NDArray[np.bool_] | None:
+def _valid(array: pa.Array) -> npt.NDArray[np.bool_] | None:
     """Which items of an array (counted from its own begin) are there; None for all."""
     return arrays.flags(array.is_valid()) if array.null_count else None
 
 
-def _plain(array: Any) -> Any:
+def _plain(array: pa.Array) -> pa.Array:
     """A column in a layout of its own; of extension types only tensors are left."""
     is_stored = isinstance(array.type, pa.BaseExtensionType) and not isinstance(array.type, pa.FixedShapeTensorType)
     return _plain(array.storage) if is_stored else arrays.plain(array)
 
 
-def _stored(array: Any) -> Any:
+def _stored(array: pa.Array) -> pa.Array:
     """The array that an extension type stands on; of others, itself."""
     while isinstance(array.type, pa.BaseExtensionType):
         array = array.storage

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,7 +80,7 @@ class FeatureSource:
         """How messages name a shard."""
         return files.where(self._request.spec, self.shards[shard])
 
-    def bucket_arrays(self, shard: int, column: str) -> Iterator[Any]:
+    def bucket_arrays(self, shard: int, column: str) -> Iterator[pa.Array]:
         """One column of a shard, part by part, as Arrow arrays; nothing of it is kept, so threads may do this side by
         side."""
         with closing(self._open(shard)) as file:
@@ -143,7 +142,7 @@ class FeatureSource:
             self._kept_bytes -= gone
         return decoded
 
-    def _checked(self, shard: int, part: int, name: str, array: Any) -> Any:
+    def _checked(self, shard: int, part: int, name: str, array: pa.Array) -> pa.Array:
         # Files can lie: a wild offset would be read out of bounds.
         try:
             array.validate(full=True)
@@ -183,7 +182,7 @@ class FeatureSource:
             file.close()  # Arrow opens it itself
         return _NamedFile(opened, file, self.where(shard))
 
-    def _check(self, shard: int, schema: Any) -> None:
+    def _check(self, shard: int, schema: pa.Schema) -> None:
         for column in self.columns:
             here = self._column(schema, column.name, shard)
             if here != column:
@@ -192,7 +191,7 @@ class FeatureSource:
                     f"source's first file has {column.dtype} of shape {_shape(column)}; name them as two sources"
                 )
 
-    def _column(self, schema: Any, name: str, shard: int) -> Column:
+    def _column(self, schema: pa.Schema, name: str, shard: int) -> Column:
         """Raises ``SourceError`` for a column that is missing, or cannot travel."""
         indices = schema.get_all_field_indices(name)
         if len(indices) != 1:
@@ -238,7 +237,7 @@ class _NamedFile:
         self.schema, self.ends, self.mapped = file.schema, file.ends, file.mapped
         self.decoded_bytes = file.decoded_bytes
 
-    def read(self, part: int, names: Sequence[str]) -> list[Any]:
+    def read(self, part: int, names: Sequence[str]) -> list[pa.Array]:
         try:
             arrays = self._file.read(part, names)
         except (pa.ArrowException, OSError, ValueError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +20,7 @@ def decode(block: Block, where: str) -> Iterator[Rows]:
     yield from columns.pieces(Rows(block.first_row, strings, bad))
 
 
-def _strings(block: Block) -> Any:
+def _strings(block: Block) -> pa.Array:
     data, ends = block.data, block.ends
     # A \r belongs to a line's end only where \n follows, so not at the end of an unfinished line.
     returns = (np.frombuffer(data, np.uint8)[ends - 1] == 0x0D) & (ends > 0)

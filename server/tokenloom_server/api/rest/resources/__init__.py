@@ -1,1 +1,1 @@
-"""A module per resource, each with ``add_routes``: its routes, the scope that each asks for, and its bodies."""
+"""A module per resource, each with ``ROUTES``: its routes, the scope that each asks for, and its bodies."""

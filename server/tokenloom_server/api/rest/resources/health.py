@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.rest.models import Model
-from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.api.rest.routes import AppBackend, Routes
 from tokenloom_server.errors import TokenloomError
 
 _REASON_WITHHELD = "this server is not ready; its log says why, and so does this route to a caller with a token"
@@ -25,22 +25,25 @@ class Ready(Model):
     status: str = Field(examples=["ready"])
 
 
-def add_routes(routes: Routes, backend: Backend) -> None:
-    @routes.add("GET", "/healthz", Scope.OPEN, tags=["health"])
-    async def healthz() -> Alive:
-        """Is the process alive?"""
-        # On the event loop, not in a worker thread: it answers while every worker waits for the ledger.
-        return Alive(status="alive", version=backend.version, server=backend.runs.identity)
+ROUTES = Routes()
 
-    @routes.add("GET", "/readyz", Scope.OPEN, errors=(503,), tags=["health"])
-    async def readyz(request: Request) -> Ready:
-        """Can requests be served?"""
-        # On the event loop, too: it asks nothing of the ledger.
-        reason = backend.runs.not_ready()
-        if reason is not None:
-            # Whether is for everybody, why is not: it names runs, machines and files.
-            raise HTTPException(503, reason if _may_read(backend.access, request) else _REASON_WITHHELD)
-        return Ready(status="ready")
+
+@ROUTES.add("GET", "/healthz", Scope.OPEN, tags=["health"])
+async def healthz(backend: AppBackend) -> Alive:
+    """Is the process alive?"""
+    # On the event loop, not in a worker thread: it answers while every worker waits for the ledger.
+    return Alive(status="alive", version=backend.version, server=backend.runs.identity)
+
+
+@ROUTES.add("GET", "/readyz", Scope.OPEN, errors=(503,), tags=["health"])
+async def readyz(backend: AppBackend, request: Request) -> Ready:
+    """Can requests be served?"""
+    # On the event loop, too: it asks nothing of the ledger.
+    reason = backend.runs.not_ready()
+    if reason is not None:
+        # Whether is for everybody, why is not: it names runs, machines and files.
+        raise HTTPException(503, reason if _may_read(backend.access, request) else _REASON_WITHHELD)
+    return Ready(status="ready")
 
 
 def _may_read(access: Access, request: Request) -> bool:

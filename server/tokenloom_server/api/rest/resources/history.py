@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import RunName
-from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.api.rest.routes import AppBackend, Routes
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.reports.history import EventKind, RunEvent, RunEvents, RunHistory, SourceHistory
 
@@ -32,37 +32,45 @@ _FORMULA = tuple("=+-@\t\r")
 _CSV: dict[int | str, dict[str, Any]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
 
 
-def add_routes(routes: Routes, backend: Backend) -> None:
-    add = partial(routes.add, "GET", scope=Scope.READ, errors=(404, 503), tags=["runs"], responses=_CSV)
+ROUTES = Routes()
+_add = partial(ROUTES.add, "GET", scope=Scope.READ, errors=(404, 503), tags=["runs"], responses=_CSV)
 
-    @add("/v1/runs/{run}/history", response_model=RunHistory)
-    def read_history(
-        run: RunName, since: From = None, to: To = None, points: Points = MAX_POINTS, form: Form = "json"
-    ) -> Any:
-        """A run over time.
 
-        Tokens and shares by source, tokens/s, waits, losses, learning rate: a point every ten seconds at most, thinned
-        with age to about 2,000. What a later launch took back stays, marked as rewound. As CSV a line is a point, and
-        each source has columns of its own.
-        """
-        history = backend.runs.get(run).history.read(*_span(since, to), points)
-        return history if form == "json" else _csv(_history_table(history))
+@_add("/v1/runs/{run}/history", response_model=RunHistory)
+def read_history(
+    backend: AppBackend,
+    run: RunName,
+    since: From = None,
+    to: To = None,
+    points: Points = MAX_POINTS,
+    form: Form = "json",
+) -> Any:
+    """A run over time.
 
-    @add("/v1/runs/{run}/events", response_model=RunEvents)
-    def read_events(
-        run: RunName,
-        since: From = None,
-        to: To = None,
-        kind: Annotated[list[EventKind] | None, Query(description="Of these kinds; of all if not given.")] = None,
-        form: Form = "json",
-    ) -> Any:
-        """What happened to a run.
+    Tokens and shares by source, tokens/s, waits, losses, learning rate: a point every ten seconds at most, thinned
+    with age to about 2,000. What a later launch took back stays, marked as rewound. As CSV a line is a point, and
+    each source has columns of its own.
+    """
+    history = backend.runs.get(run).history.read(*_span(since, to), points)
+    return history if form == "json" else _csv(_history_table(history))
 
-        Launches, rewinds, revisions, fail-overs, bad rows, errors and who changed what; the newest 2,000 or so.
-        """
-        events = backend.runs.get(run).history.events(*_span(since, to), kind or ())
-        table = [[*RunEvent.model_fields], *(event.model_dump().values() for event in events.events)]
-        return events if form == "json" else _csv(table)
+
+@_add("/v1/runs/{run}/events", response_model=RunEvents)
+def read_events(
+    backend: AppBackend,
+    run: RunName,
+    since: From = None,
+    to: To = None,
+    kind: Annotated[list[EventKind] | None, Query(description="Of these kinds; of all if not given.")] = None,
+    form: Form = "json",
+) -> Any:
+    """What happened to a run.
+
+    Launches, rewinds, revisions, fail-overs, bad rows, errors and who changed what; the newest 2,000 or so.
+    """
+    events = backend.runs.get(run).history.events(*_span(since, to), kind or ())
+    table = [[*RunEvent.model_fields], *(event.model_dump().values() for event in events.events)]
+    return events if form == "json" else _csv(table)
 
 
 def _span(since: str | None, to: str | None) -> tuple[float, float]:

@@ -8,22 +8,22 @@ from starlette.responses import Response
 
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.metrics import create_registry
-from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.api.rest.routes import AppBackend, Routes
+
+ROUTES = Routes()
 
 
-def add_routes(routes: Routes, backend: Backend) -> None:
+@ROUTES.add(
+    "GET",
+    "/metrics",
+    Scope.READ,
+    errors=(503,),
+    tags=["health"],
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+def metrics(backend: AppBackend, request: Request) -> Response:
+    """The metrics for Prometheus."""
     registry = create_registry(backend.runs, version=backend.version, access=backend.access, folder=backend.folder)
-
-    @routes.add(
-        "GET",
-        "/metrics",
-        Scope.READ,
-        errors=(503,),
-        tags=["health"],
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-    )
-    def metrics(request: Request) -> Response:
-        """The metrics for Prometheus."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), media_type=None, headers={"content-type": content_type})
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(registry), media_type=None, headers={"content-type": content_type})

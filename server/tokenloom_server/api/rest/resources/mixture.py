@@ -9,7 +9,7 @@ from fastapi import Body, Path
 from tokenloom_server.api import audit
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import RunName
-from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.api.rest.routes import AppBackend, Routes
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.reports.receipt import RevisionInfo
@@ -43,32 +43,38 @@ _CHANGE_EXAMPLES = {
 }
 
 
-def add_routes(routes: Routes, backend: Backend) -> None:
-    runs = backend.runs
+ROUTES = Routes()
 
-    @routes.add("GET", "/v1/runs/{run}/mixture", Scope.READ, tags=["mixture"])
-    def read_mixture(run: RunName) -> MixtureInfo:
-        """The mixture in force, and what changes it."""
-        return runs.get(run).mixture.info()
 
-    @routes.add("PATCH", "/v1/runs/{run}/mixture", Scope.CONTROL, errors=(409, 416, 500), tags=["mixture"])
-    def revise(run: RunName, change: Annotated[MixtureChange, Body(openapi_examples=_CHANGE_EXAMPLES)]) -> RevisionInfo:
-        """Change the mixture while the run trains.
+@ROUTES.add("GET", "/v1/runs/{run}/mixture", Scope.READ, tags=["mixture"])
+def read_mixture(backend: AppBackend, run: RunName) -> MixtureInfo:
+    """The mixture in force, and what changes it."""
+    return backend.runs.get(run).mixture.info()
 
-        Holds from the next state boundary after all that was produced, while nobody trains from where the run stands,
-        or from a later sample index or token count. Journalled before production passes it; snapshots carry it, and a
-        restore applies it again at its index.
-        """
-        served = runs.get(run)
-        revision = served.mixture.revise(change)
-        if not change.dry_run:
-            audit.changed(served, f"revision {audit.revision_text(revision)}")
-        return revision
 
-    @routes.add("DELETE", "/v1/runs/{run}/mixture/revisions/{number}", Scope.CONTROL, errors=(416,), tags=["mixture"])
-    def drop_revisions(run: RunName, number: Annotated[int, Path(ge=1, le=MAX_COUNTER)]) -> list[RevisionInfo]:
-        """Take back a revision, and all after it, before production reaches them."""
-        served = runs.get(run)
-        dropped = served.mixture.drop(number)
-        audit.changed(served, f"took back revision {', '.join(map(audit.revision_text, dropped))}")
-        return dropped
+@ROUTES.add("PATCH", "/v1/runs/{run}/mixture", Scope.CONTROL, errors=(409, 416, 500), tags=["mixture"])
+def revise(
+    backend: AppBackend, run: RunName, change: Annotated[MixtureChange, Body(openapi_examples=_CHANGE_EXAMPLES)]
+) -> RevisionInfo:
+    """Change the mixture while the run trains.
+
+    Holds from the next state boundary after all that was produced, while nobody trains from where the run stands,
+    or from a later sample index or token count. Journalled before production passes it; snapshots carry it, and a
+    restore applies it again at its index.
+    """
+    served = backend.runs.get(run)
+    revision = served.mixture.revise(change)
+    if not change.dry_run:
+        audit.changed(served, f"revision {audit.revision_text(revision)}")
+    return revision
+
+
+@ROUTES.add("DELETE", "/v1/runs/{run}/mixture/revisions/{number}", Scope.CONTROL, errors=(416,), tags=["mixture"])
+def drop_revisions(
+    backend: AppBackend, run: RunName, number: Annotated[int, Path(ge=1, le=MAX_COUNTER)]
+) -> list[RevisionInfo]:
+    """Take back a revision, and all after it, before production reaches them."""
+    served = backend.runs.get(run)
+    dropped = served.mixture.drop(number)
+    audit.changed(served, f"took back revision {', '.join(map(audit.revision_text, dropped))}")
+    return dropped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -12,7 +11,7 @@ from starlette.responses import Response
 
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import RunName
-from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.api.rest.routes import MAX_PLANS, AppBackend, Backend, Routes
 from tokenloom_server.config.described import Document
 from tokenloom_server.config.mixture_change import MixtureChange, PlannedChange
 from tokenloom_server.core.amounts import parse_amount
@@ -21,8 +20,6 @@ from tokenloom_server.planning.picture import draw
 from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.reports.receipt import RevisionInfo
 
-#: Plans at once: the first of a run reads from storage, and each waits in a thread that other requests need.
-MAX_PLANS = 4
 #: A picture's colours are styles within it; it needs nothing else, and no script.
 _PICTURE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
 _ERRORS = (409, 500)
@@ -47,64 +44,68 @@ class ChangedPlan(Document):
 _EXAMPLES = {"pause": {"summary": "A pause", "value": {"set": [{"child": "web", "paused": True}]}}}
 
 
-def add_routes(routes: Routes, backend: Backend) -> None:
-    free = threading.BoundedSemaphore(MAX_PLANS)
-    drawing = threading.Lock()
+ROUTES = Routes()
 
-    @contextmanager
-    def one_plan(tokens: str | None) -> Iterator[int | None]:
-        if not free.acquire(blocking=False):
-            raise LimitExceeded(
-                f"{MAX_PLANS} plans are being made, and this server makes no more at once, so that other requests find "
-                "a thread; ask again"
-            )
-        try:
-            yield None if tokens is None else parse_amount(tokens, "tokens")
-        finally:
-            free.release()
 
-    @routes.add("GET", "/v1/runs/{run}/plan", Scope.READ, errors=_ERRORS, tags=["runs"])
-    def read_plan(run: RunName, tokens: Tokens = None) -> RunPlan:
-        """What the run will be.
+@contextmanager
+def _one_plan(backend: Backend, tokens: str | None) -> Iterator[int | None]:
+    if not backend.plans.acquire(blocking=False):
+        raise LimitExceeded(
+            f"{MAX_PLANS} plans are being made, and this server makes no more at once, so that other requests find "
+            "a thread; ask again"
+        )
+    try:
+        yield None if tokens is None else parse_amount(tokens, "tokens")
+    finally:
+        backend.plans.release()
 
-        From where it is committed: when each source runs out, epochs, shares over the run's tokens, and where it ends.
-        Reads a sample of each source the first time, which takes seconds.
-        """
-        with one_plan(tokens) as until:
-            return backend.runs.get(run).plan(until)
 
-    @routes.add("POST", "/v1/runs/{run}/plan", Scope.READ, errors=(*_ERRORS, 416), tags=["mixture"])
-    def plan_change(
-        run: RunName, change: Annotated[PlannedChange, Body(openapi_examples=_EXAMPLES)], tokens: Tokens = None
-    ) -> ChangedPlan:
-        """What the run would be under a change of its mixture.
+@ROUTES.add("GET", "/v1/runs/{run}/plan", Scope.READ, errors=_ERRORS, tags=["runs"])
+def read_plan(backend: AppBackend, run: RunName, tokens: Tokens = None) -> RunPlan:
+    """What the run will be.
 
-        Changes nothing, so it takes the token for reading. What names files of the server (new sources, rows to leave
-        out) is tried by a PATCH of the mixture with `dry_run`.
-        """
-        fields = {name: getattr(change, name) for name in change.model_fields_set}
-        with one_plan(tokens) as until:
-            tried = MixtureChange(reason="tried", dry_run=True, **fields)
-            revision, plan = backend.runs.get(run).plan_under(tried, until)
-        return ChangedPlan(revision=revision, plan=plan)
+    From where it is committed: when each source runs out, epochs, shares over the run's tokens, and where it ends.
+    Reads a sample of each source the first time, which takes seconds.
+    """
+    with _one_plan(backend, tokens) as until:
+        return backend.runs.get(run).plan(until)
 
-    @routes.add(
-        "GET",
-        "/v1/runs/{run}/plan.svg",
-        Scope.READ,
-        errors=_ERRORS,
-        tags=["runs"],
-        response_class=Response,
-        responses={200: {"content": {"image/svg+xml": {"schema": {"type": "string"}}}, "description": "The picture."}},
-    )
-    def draw_plan(run: RunName, tokens: Tokens = None) -> Response:
-        """The plan as a picture.
 
-        Stacked shares over the run's tokens. Needs `pip install 'tokenloom[plot]'` at the server.
-        """
-        # matplotlib's settings are the process's: one picture at a time.
-        with one_plan(tokens) as until:
-            plan = backend.runs.get(run).plan(until)
-            with drawing:
-                picture = draw(plan, "svg")
-        return Response(picture, media_type="image/svg+xml", headers=_PICTURE_HEADERS)
+@ROUTES.add("POST", "/v1/runs/{run}/plan", Scope.READ, errors=(*_ERRORS, 416), tags=["mixture"])
+def plan_change(
+    backend: AppBackend,
+    run: RunName,
+    change: Annotated[PlannedChange, Body(openapi_examples=_EXAMPLES)],
+    tokens: Tokens = None,
+) -> ChangedPlan:
+    """What the run would be under a change of its mixture.
+
+    Changes nothing, so it takes the token for reading. What names files of the server (new sources, rows to leave
+    out) is tried by a PATCH of the mixture with `dry_run`.
+    """
+    fields = {name: getattr(change, name) for name in change.model_fields_set}
+    with _one_plan(backend, tokens) as until:
+        tried = MixtureChange(reason="tried", dry_run=True, **fields)
+        revision, plan = backend.runs.get(run).plan_under(tried, until)
+    return ChangedPlan(revision=revision, plan=plan)
+
+
+@ROUTES.add(
+    "GET",
+    "/v1/runs/{run}/plan.svg",
+    Scope.READ,
+    errors=_ERRORS,
+    tags=["runs"],
+    response_class=Response,
+    responses={200: {"content": {"image/svg+xml": {"schema": {"type": "string"}}}, "description": "The picture."}},
+)
+def draw_plan(backend: AppBackend, run: RunName, tokens: Tokens = None) -> Response:
+    """The plan as a picture.
+
+    Stacked shares over the run's tokens. Needs `pip install 'tokenloom[plot]'` at the server.
+    """
+    with _one_plan(backend, tokens) as until:
+        plan = backend.runs.get(run).plan(until)
+        with backend.drawing:
+            picture = draw(plan, "svg")
+    return Response(picture, media_type="image/svg+xml", headers=_PICTURE_HEADERS)

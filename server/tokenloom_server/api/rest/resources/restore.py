@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from tokenloom_server.api import audit
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import Model, RunName, SampleIndex
-from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.api.rest.routes import AppBackend, Routes
 from tokenloom_server.reports.stats import NextLaunch
 
 _POINTS = ("snapshot_id", "sample_index", "snapshot")
@@ -69,39 +69,43 @@ _FORK_EXAMPLES = {
 }
 
 
-def add_routes(routes: Routes, backend: Backend) -> None:
-    @routes.add("POST", "/v1/runs/{run}/restore", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
-    def restore(
-        run: RunName, request: Annotated[RestoreRequest, Body(openapi_examples=_RESTORE_EXAMPLES)]
-    ) -> NextLaunch:
-        """Pin where the next generation starts.
+ROUTES = Routes()
 
-        Nothing moves until the next trainer opens its generation. One that brings a state of its own must bring this
-        one; another is refused with both named. Samples to skip are passed over after it, by that generation and all
-        that come there later; they are counted apart, and may take a while: the server goes forward through them.
-        """
-        served = backend.runs.get(run)
-        with audit.pinning(served):
-            return served.start_points.restore(text=request.snapshot, **request.model_dump(exclude={"snapshot"}))
 
-    @routes.add("DELETE", "/v1/runs/{run}/restore", Scope.CONTROL, errors=(409, 500), tags=["snapshots"])
-    def cancel_restore(run: RunName) -> NextLaunch:
-        """Take back what is pinned, and return it.
+@ROUTES.add("POST", "/v1/runs/{run}/restore", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
+def restore(
+    backend: AppBackend, run: RunName, request: Annotated[RestoreRequest, Body(openapi_examples=_RESTORE_EXAMPLES)]
+) -> NextLaunch:
+    """Pin where the next generation starts.
 
-        The next generation starts where its trainer asks to. Where nothing is pinned, the answer is `NotFound`.
-        """
-        served = backend.runs.get(run)
-        with audit.pinning(served):
-            return served.start_points.cancel()
+    Nothing moves until the next trainer opens its generation. One that brings a state of its own must bring this
+    one; another is refused with both named. Samples to skip are passed over after it, by that generation and all
+    that come there later; they are counted apart, and may take a while: the server goes forward through them.
+    """
+    served = backend.runs.get(run)
+    with audit.pinning(served):
+        return served.start_points.restore(text=request.snapshot, **request.model_dump(exclude={"snapshot"}))
 
-    @routes.add("POST", "/v1/runs/{run}/fork", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
-    def fork(run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]) -> NextLaunch:
-        """Begin a run where another one stands.
 
-        The run must not have begun. Cursors of the sources that both have stay; sample index, tokens and rolling digest
-        go on. Nothing moves until the first trainer opens the run, which is to bring no state.
-        """
-        with audit.pinning(backend.runs.get(run)):
-            return backend.runs.fork(
-                run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot
-            )
+@ROUTES.add("DELETE", "/v1/runs/{run}/restore", Scope.CONTROL, errors=(409, 500), tags=["snapshots"])
+def cancel_restore(backend: AppBackend, run: RunName) -> NextLaunch:
+    """Take back what is pinned, and return it.
+
+    The next generation starts where its trainer asks to. Where nothing is pinned, the answer is `NotFound`.
+    """
+    served = backend.runs.get(run)
+    with audit.pinning(served):
+        return served.start_points.cancel()
+
+
+@ROUTES.add("POST", "/v1/runs/{run}/fork", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
+def fork(
+    backend: AppBackend, run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]
+) -> NextLaunch:
+    """Begin a run where another one stands.
+
+    The run must not have begun. Cursors of the sources that both have stay; sample index, tokens and rolling digest
+    go on. Nothing moves until the first trainer opens the run, which is to bring no state.
+    """
+    with audit.pinning(backend.runs.get(run)):
+        return backend.runs.fork(run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot)

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.rest.models import Model, RunName
-from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.api.rest.routes import AppBackend, Backend, Routes
 from tokenloom_server.api.run_folder import RunFolder
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, TokenloomError
@@ -18,6 +18,7 @@ from tokenloom_server.reports.runs import BrokenRun, ChangedRun, RunList
 from tokenloom_server.reports.stats import RunLosses, RunStats, RunSummary
 
 _ERRORS = (404, 409, 416, 500, 503)
+_NOT_KEPT = "After a restart it is served where the server is started with it."
 _ADD_EXAMPLES = {
     "file": {"summary": "A mixture file on the server's machine", "value": {"file": "/srv/mixtures/wiki.yaml"}},
 }
@@ -58,83 +59,93 @@ class Summaries(Model):
     """Why the stats of a run cannot be read now, by its name."""
 
 
-def add_routes(routes: Routes, backend: Backend) -> None:
-    runs = backend.runs
-    folder = backend.folder or RunFolder(runs, None, None, DataRoots())
+ROUTES = Routes()
+
+
+@ROUTES.add("GET", "/v1/runs", Scope.READ, errors=(503,), shows_own_runs=True, tags=["runs"])
+def list_runs(backend: AppBackend) -> RunList:
+    """The runs of this server."""
+    names = backend.runs.names()
+    broken = [
+        BrokenRun(run=run, served=run in names, origin=origin.where, error=error.name, message=str(error))
+        for run, origin, error in backend.runs.problems()
+    ]
+    return RunList(runs=names, broken=broken, version=backend.version, grpc_address=backend.grpc_address)
+
+
+@ROUTES.add("GET", "/v1/summaries", Scope.READ, errors=(503,), shows_own_runs=True, tags=["runs"])
+def read_summaries(backend: AppBackend) -> Summaries:
+    """All runs at a look: state, tokens, rate, ranks and what is wrong."""
+    summaries, unread = [], {}
+    for name in backend.runs.names():
+        try:
+            summaries.append(RunSummary.of_stats(backend.runs.get(name).stats.read()))
+        except TokenloomError as error:
+            unread[name] = str(error)
+    return Summaries(runs=summaries, unread=unread)
+
+
+@ROUTES.add("POST", "/v1/runs", Scope.ADMIN, errors=_ERRORS, tags=["runs"], status_code=201)
+def add_run(backend: AppBackend, request: Annotated[AddRequest, Body(openapi_examples=_ADD_EXAMPLES)]) -> ChangedRun:
+    """Add a run, by its mixture file.
+
+    It is served from then on, beside the others; one that the ledger knows goes on where it was. The folder of
+    `--runs-dir` gets a link to the file, or one with the text; without a folder only a file is taken, until the
+    server ends.
+    """
+    if (request.file is None) == (request.mixture is None):
+        raise ConfigError("a run is added by its mixture file: give file or mixture, one of the two")
+    folder = _folder(backend)
+    name = folder.add(request.file, request.mixture, request.as_reason())
     kept = f"It is served again after a restart, as long as it lies in {folder.folder}."
-    not_kept = "After a restart it is served where the server is started with it."
+    return ChangedRun(run=name, origin=backend.runs.origin(name).where, note=kept if folder.folder else _NOT_KEPT)
 
-    @routes.add("GET", "/v1/runs", Scope.READ, errors=(503,), shows_own_runs=True, tags=["runs"])
-    def list_runs() -> RunList:
-        """The runs of this server."""
-        names = runs.names()
-        broken = [
-            BrokenRun(run=run, served=run in names, origin=origin.where, error=error.name, message=str(error))
-            for run, origin, error in runs.problems()
-        ]
-        return RunList(runs=names, broken=broken, version=backend.version, grpc_address=backend.grpc_address)
 
-    @routes.add("GET", "/v1/summaries", Scope.READ, errors=(503,), shows_own_runs=True, tags=["runs"])
-    def read_summaries() -> Summaries:
-        """All runs at a look: state, tokens, rate, ranks and what is wrong."""
-        summaries, unread = [], {}
-        for name in runs.names():
-            try:
-                summaries.append(RunSummary.of_stats(runs.get(name).stats.read()))
-            except TokenloomError as error:
-                unread[name] = str(error)
-        return Summaries(runs=summaries, unread=unread)
+@ROUTES.add("DELETE", "/v1/runs/{run}", Scope.ADMIN, errors=_ERRORS, tags=["runs"])
+def remove_run(backend: AppBackend, run: RunName) -> ChangedRun:
+    """Remove a run from this server.
 
-    @routes.add("POST", "/v1/runs", Scope.ADMIN, errors=_ERRORS, tags=["runs"], status_code=201)
-    def add_run(request: Annotated[AddRequest, Body(openapi_examples=_ADD_EXAMPLES)]) -> ChangedRun:
-        """Add a run, by its mixture file.
+    What is acknowledged is committed, the lease is let go, and trainers end with `NotFound`. The ledger keeps the
+    run: added again, it goes on. Its file in the folder of `--runs-dir` is renamed.
+    """
+    origin = backend.runs.origin(run)
+    away = _folder(backend).remove(run)
+    note = f"Its mixture file is {away} now." if away is not None else _NOT_KEPT
+    return ChangedRun(run=run, origin=origin.where, note=note)
 
-        It is served from then on, beside the others; one that the ledger knows goes on where it was. The folder of
-        `--runs-dir` gets a link to the file, or one with the text; without a folder only a file is taken, until the
-        server ends.
-        """
-        if (request.file is None) == (request.mixture is None):
-            raise ConfigError("a run is added by its mixture file: give file or mixture, one of the two")
-        name = folder.add(request.file, request.mixture, request.as_reason())
-        return ChangedRun(run=name, origin=runs.origin(name).where, note=kept if folder.folder else not_kept)
 
-    @routes.add("DELETE", "/v1/runs/{run}", Scope.ADMIN, errors=_ERRORS, tags=["runs"])
-    def remove_run(run: RunName) -> ChangedRun:
-        """Remove a run from this server.
+@ROUTES.add("POST", "/v1/runs/{run}/reload", Scope.ADMIN, errors=_ERRORS, tags=["runs"])
+def reload_run(
+    backend: AppBackend, run: RunName, request: Annotated[ReloadRequest, Body(openapi_examples=_RELOAD_EXAMPLES)]
+) -> ChangedRun:
+    """Read the mixture file of a run again.
 
-        What is acknowledged is committed, the lease is let go, and trainers end with `NotFound`. The ledger keeps the
-        run: added again, it goes on. Its file in the folder of `--runs-dir` is renamed.
-        """
-        origin = runs.origin(run)
-        away = folder.remove(run)
-        note = f"Its mixture file is {away} now." if away is not None else not_kept
-        return ChangedRun(run=run, origin=origin.where, note=note)
+    What differs from the mixture in force becomes a revision, for a reason, or is refused; a run that could not be
+    brought up is tried again.
+    """
+    note = backend.runs.reload(run, request.as_reason())
+    return ChangedRun(run=run, origin=backend.runs.origin(run).where, note=note)
 
-    @routes.add("POST", "/v1/runs/{run}/reload", Scope.ADMIN, errors=_ERRORS, tags=["runs"])
-    def reload_run(
-        run: RunName, request: Annotated[ReloadRequest, Body(openapi_examples=_RELOAD_EXAMPLES)]
-    ) -> ChangedRun:
-        """Read the mixture file of a run again.
 
-        What differs from the mixture in force becomes a revision, for a reason, or is refused; a run that could not be
-        brought up is tried again.
-        """
-        note = runs.reload(run, request.as_reason())
-        return ChangedRun(run=run, origin=runs.origin(run).where, note=note)
+@ROUTES.add("GET", "/v1/runs/{run}/stats", Scope.READ, tags=["runs"])
+def read_stats(backend: AppBackend, run: RunName) -> RunStats:
+    """A run's stats.
 
-    @routes.add("GET", "/v1/runs/{run}/stats", Scope.READ, tags=["runs"])
-    def read_stats(run: RunName) -> RunStats:
-        """A run's stats.
+    Counters are committed ones: they move when every rank has acknowledged and the ledger holds it.
+    """
+    return backend.runs.get(run).stats.read()
 
-        Counters are committed ones: they move when every rank has acknowledged and the ledger holds it.
-        """
-        return runs.get(run).stats.read()
 
-    @routes.add("GET", "/v1/runs/{run}/losses", Scope.READ, tags=["runs"])
-    def read_losses(run: RunName) -> RunLosses:
-        """The losses that trainers reported, by source.
+@ROUTES.add("GET", "/v1/runs/{run}/losses", Scope.READ, tags=["runs"])
+def read_losses(backend: AppBackend, run: RunName) -> RunLosses:
+    """The losses that trainers reported, by source.
 
-        The means of each report and the tokens that they are of, joined where there are many. This server keeps them in
-        its memory: after a restart there are none. The history has losses that outlast it.
-        """
-        return runs.get(run).losses.read()
+    The means of each report and the tokens that they are of, joined where there are many. This server keeps them in
+    its memory: after a restart there are none. The history has losses that outlast it.
+    """
+    return backend.runs.get(run).losses.read()
+
+
+def _folder(backend: Backend) -> RunFolder:
+    """The folder that this server follows, or none: then runs stay until it ends."""
+    return backend.folder or RunFolder(backend.runs, None, None, DataRoots())

@@ -11,7 +11,7 @@ from tokenloom_proto.seal import unseal
 from tokenloom_server.api import audit
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import Model, RunName, SampleIndex
-from tokenloom_server.api.rest.routes import Backend, Routes
+from tokenloom_server.api.rest.routes import AppBackend, Routes
 from tokenloom_server.reports.stats import SnapshotInfo
 
 SnapshotId = Annotated[
@@ -40,46 +40,50 @@ _EXAMPLES = {
 }
 
 
-def add_routes(routes: Routes, backend: Backend) -> None:
-    runs = backend.runs
+ROUTES = Routes()
 
-    @routes.add(
-        "POST", "/v1/runs/{run}/snapshots", Scope.CONTROL, errors=(409, 416, 500), status_code=201, tags=["snapshots"]
+
+@ROUTES.add(
+    "POST", "/v1/runs/{run}/snapshots", Scope.CONTROL, errors=(409, 416, 500), status_code=201, tags=["snapshots"]
+)
+def save_snapshot(
+    backend: AppBackend,
+    run: RunName,
+    request: Annotated[SnapshotRequest | None, Body(openapi_examples=_EXAMPLES)] = None,
+) -> SnapshotSaved:
+    """Take a snapshot and save it in the ledger."""
+    served = backend.runs.get(run)
+    text, snapshot_id = served.snapshots.take(request.sample_index if request else None, save=True)
+    assert snapshot_id is not None, "a saved snapshot has an id"
+    audit.changed(served, f"saved the snapshot {snapshot_id}")
+    content = unseal(text)
+    return SnapshotSaved(
+        id=snapshot_id,
+        sample_index=content["sample_index"],
+        digest=content["digest"],
+        total_tokens=content["total_tokens"],
     )
-    def save_snapshot(
-        run: RunName, request: Annotated[SnapshotRequest | None, Body(openapi_examples=_EXAMPLES)] = None
-    ) -> SnapshotSaved:
-        """Take a snapshot and save it in the ledger."""
-        served = runs.get(run)
-        text, snapshot_id = served.snapshots.take(request.sample_index if request else None, save=True)
-        assert snapshot_id is not None, "a saved snapshot has an id"
-        audit.changed(served, f"saved the snapshot {snapshot_id}")
-        content = unseal(text)
-        return SnapshotSaved(
-            id=snapshot_id,
-            sample_index=content["sample_index"],
-            digest=content["digest"],
-            total_tokens=content["total_tokens"],
-        )
 
-    @routes.add("GET", "/v1/runs/{run}/snapshots", Scope.READ, tags=["snapshots"])
-    def list_snapshots(run: RunName) -> list[SnapshotInfo]:
-        """The snapshots saved in the ledger."""
-        return runs.get(run).snapshots.list()
 
-    @routes.add(
-        "GET",
-        "/v1/runs/{run}/snapshots/{snapshot_id}",
-        Scope.READ,
-        tags=["snapshots"],
-        response_class=Response,
-        responses={
-            200: {"content": {"application/json": {"schema": {"type": "object"}}}, "description": "The sealed text."},
-        },
-    )
-    def read_snapshot(run: RunName, snapshot_id: SnapshotId) -> Response:
-        """A saved snapshot, byte for byte.
+@ROUTES.add("GET", "/v1/runs/{run}/snapshots", Scope.READ, tags=["snapshots"])
+def list_snapshots(backend: AppBackend, run: RunName) -> list[SnapshotInfo]:
+    """The snapshots saved in the ledger."""
+    return backend.runs.get(run).snapshots.list()
 
-        The sealed text itself, unchanged: its checksum covers these bytes.
-        """
-        return Response(runs.get(run).past_states.saved(snapshot_id), media_type="application/json")
+
+@ROUTES.add(
+    "GET",
+    "/v1/runs/{run}/snapshots/{snapshot_id}",
+    Scope.READ,
+    tags=["snapshots"],
+    response_class=Response,
+    responses={
+        200: {"content": {"application/json": {"schema": {"type": "object"}}}, "description": "The sealed text."},
+    },
+)
+def read_snapshot(backend: AppBackend, run: RunName, snapshot_id: SnapshotId) -> Response:
+    """A saved snapshot, byte for byte.
+
+    The sealed text itself, unchanged: its checksum covers these bytes.
+    """
+    return Response(backend.runs.get(run).past_states.saved(snapshot_id), media_type="application/json")
