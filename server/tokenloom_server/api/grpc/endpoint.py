@@ -171,7 +171,7 @@ class Endpoint(grpc.GenericRpcHandler):
             try:
                 async with places.free:
                     await serve(method, places, call, context)
-            except (grpc.aio.BaseError, TimeoutError):
+            except grpc.aio.BaseError:
                 raise
             except Exception as error:
                 ending = shown(error)
