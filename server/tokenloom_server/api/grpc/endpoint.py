@@ -252,16 +252,14 @@ class Endpoint(grpc.GenericRpcHandler):
         for older in calls[:-STREAMS_OF_A_RANK]:
             older.cancel()
         with self._rings.bell(stream) as bell:
-            ring = partial(self._rings.ring, bell)
-            stream.ring_by(ring)
+            stream.ring_by(partial(self._rings.ring, bell))
             while not stream.closed:
                 await bell.wait()
                 bell.clear()
                 await self._lock_free(stream)
-                item = stream.now()
-                if item is not None:
+                if (item := stream.now()) is not None:
                     await context.write(item)
-                    ring()
+                    del item  # else the last message of each rank stays in memory until its next one
 
     async def _read(self, stream: ClientStream, context: Any) -> None:
         """What a stream's client says meanwhile."""
