@@ -252,7 +252,8 @@ class Endpoint(grpc.GenericRpcHandler):
         for older in calls[:-STREAMS_OF_A_RANK]:
             older.cancel()
         with self._rings.bell(stream) as bell:
-            stream.ring_by(partial(self._rings.ring, bell))
+            ring = partial(self._rings.ring, bell)
+            stream.ring_by(ring)
             while not stream.closed:
                 await bell.wait()
                 bell.clear()
@@ -260,6 +261,9 @@ class Endpoint(grpc.GenericRpcHandler):
                 if (item := stream.now()) is not None:
                     await context.write(item)
                     del item  # else the last message of each rank stays in memory until its next one
+                    if bell.is_set():  # the next one has its turn, after what others were sent is let go
+                        bell.clear()
+                        ring()
 
     async def _read(self, stream: ClientStream, context: Any) -> None:
         """What a stream's client says meanwhile."""
