@@ -50,7 +50,7 @@ def take(workload: str, readers: int) -> dict[str, float]:
         order = builder.create(mixture_file.load(path, open_catalog()), path.parent, None)
         asked = None
         if readers:
-            from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
+            from tokenloom_server.workers.cluster.readers.link import RayReaders, ReaderOptions
 
             asked = RayReaders(ReaderOptions(local_cpus=readers))
             asked.check(order)

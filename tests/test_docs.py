@@ -27,16 +27,15 @@ from tokenloom_server.order import size_estimates
 from tokenloom_server.order.snapshot_document import MAX_BYTES as MAX_SNAPSHOT_BYTES
 from tokenloom_server.planning import picture, segments
 from tokenloom_server.prepare import shards
-from tokenloom_server.replay import past
 from tokenloom_server.replay import peek as peeking
 from tokenloom_server.replay import trace as tracing
-from tokenloom_server.replay.past import MAX_PEEKS
-from tokenloom_server.replay.saved_snapshots import MAX_SAVED_SNAPSHOTS
-from tokenloom_server.replay.start_points import MAX_SKIPPED_TOKENS
 from tokenloom_server.reports import trace as traced
-from tokenloom_server.run import losses
+from tokenloom_server.run import losses, past
 from tokenloom_server.run.join_call import MAX_STEP_BYTES, MAX_WORLD_SIZE
+from tokenloom_server.run.past import MAX_PEEKS
+from tokenloom_server.run.restore import MAX_SKIPPED_TOKENS
 from tokenloom_server.run.revise import MAX_REVISIONS
+from tokenloom_server.run.snapshots import MAX_SAVED_SNAPSHOTS
 from tokenloom_server.tools import export
 from tokenloom_server.tools.peek import range as sample_range
 from typer.main import get_command

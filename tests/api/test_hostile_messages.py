@@ -139,7 +139,7 @@ def test_work_that_nobody_waits_for_any_more_ends(trained: Trained, monkeypatch:
         wait_until_idle(turns)
     for _ in range(20):
         next(trained.batches)
-    assert trained.runs.get(RUN).start_points.restore(sample_index=10).sample_index == 10
+    assert trained.runs.get(RUN).restores.restore(sample_index=10).sample_index == 10
 
 
 def test_passing_over_samples_ends_with_the_call_that_asked_for_it(

@@ -592,7 +592,7 @@ def test_a_server_has_so_many_runs_and_the_next_is_refused_before_it_is_recorded
 def test_a_run_has_so_many_saved_snapshots_and_the_next_is_not_saved(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.replay.saved_snapshots.MAX_SAVED_SNAPSHOTS", 1)
+    monkeypatch.setattr("tokenloom_server.run.snapshots.MAX_SAVED_SNAPSHOTS", 1)
     runs.add(mixture_of(tmp_path, "saving"), None)
     text, saved = runs.get("saving").snapshots.take(None, save=True)
     assert saved is not None

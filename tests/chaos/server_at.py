@@ -115,11 +115,13 @@ def install(arm_file: Path, mutant: str) -> None:
     open_ledger = server.open_ledger
 
     def open_pointed(url: str, base_dir: Path) -> Any:
-        from tokenloom_server.run.past_states import PastStates
+        from tokenloom_server.run.resume_points import ResumePoints
+        from tokenloom_server.run.snapshots import Snapshots
 
-        patched: Any = PastStates
-        patched.snapshot = points.behind("snapshot", PastStates.snapshot)
-        patched.forward = points.behind("forward", PastStates.forward)
+        snapshots: Any = Snapshots
+        resume_points: Any = ResumePoints
+        snapshots.at = points.behind("snapshot", Snapshots.at)
+        resume_points.forward = points.behind("forward", ResumePoints.forward)
         ledger: Any = open_ledger(url, base_dir)
         if mutant:
             script, line = MUTANTS[mutant]

@@ -267,6 +267,8 @@ def test_what_of_plain_text_is_a_document_shows_in_the_files(
     output = init("texts", "--tokenizer", "bytes", "--sequence-length", "8")
     assert {child["source"].rpartition(":")[2] for child in written()["mixture"]["children"]} == {row}
     assert f"about {documents} documents of" in output
+    init("texts", "--tokenizer", "bytes", "--sequence-length", "8", "--column", "paragraph", "--force")
+    assert written()["mixture"]["children"][0]["source"].endswith(":paragraph")
 
 
 def test_conversations_are_rendered_by_the_tokenisers_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +280,11 @@ def test_conversations_are_rendered_by_the_tokenisers_template(tmp_path: Path, m
     (child,) = document["mixture"]["children"]
     assert (document["packing"], child["template"]) == ("best_fit", "chat")
     assert child["source"].endswith(":messages")
+    init("chats.jsonl", "--tokenizer", "bytes", "--column", "messages.role", "--force")
+    assert written()["mixture"]["children"][0]["source"].endswith(":messages.role")
+    Path("texts.jsonl").write_text('{"messages": "a text", "id": 1}\n' * 40)
+    init("texts.jsonl", "--tokenizer", "bytes", "--force")
+    assert "packing" not in written()
 
 
 def test_weights_are_of_bytes_and_it_says_so_where_tokens_cannot_be_estimated(here: Path) -> None:

@@ -21,9 +21,9 @@ from tokenloom_server.errors import ConfigError, SourceError, TokenizerError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.notes import label_notes, label_shares
-from tokenloom_server.tokenizer import chat_processes
 from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
 from tokenloom_server.tokenizer.definition import find_tokenizer
+from tokenloom_server.workers import chats
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[INST]", "[/INST]"]
@@ -462,7 +462,7 @@ def test_the_share_of_labels_that_count_is_said_and_none_is_a_warning(
 def test_a_row_that_costs_its_template_too_much_stops_the_run_by_name_and_is_never_skipped(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, costs: str, reason: str
 ) -> None:
-    monkeypatch.setattr(chat_processes, "SECONDS", 2.0 if "long" in reason else 60.0)
+    monkeypatch.setattr(chats, "SECONDS", 2.0 if "long" in reason else 60.0)
     costly = "{% for message in messages if message.content == 'costly' %}" + costs + "{% endfor %}"
     spec = _jsonl(tmp_path, [{"messages": chat} for chat in (CHATS[0], [], _said("costly"), CHATS[1])])
     order = _order(tmp_path, tokenizer, CHATML + costly, spec, on_bad_row="skip")

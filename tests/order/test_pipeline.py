@@ -28,8 +28,6 @@ from support.corpora import (
 )
 from support.golden_rows import GOLDEN_ROWS, write_golden_rows
 from support.ray_cluster import ray_cluster
-from tokenloom_server.cluster.connection import Needs
-from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
 from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.state import (
     ORDER_VERSION,
@@ -45,6 +43,8 @@ from tokenloom_server.core.state import (
 from tokenloom_server.mixing.weights import MAX_SUM
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import BatchPlan, StepGroup
+from tokenloom_server.workers.cluster.connection import Needs
+from tokenloom_server.workers.cluster.readers.link import RayReaders, ReaderOptions
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 END_OF_TEXT = 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,9 +194,9 @@ def test_the_part_of_an_epoch_that_lanes_share_cannot_become_another(folder: Pat
 
 def test_the_epochs_of_shuffled_sources_go_on_from_sample_to_sample(folder: Path) -> None:
     order = order_of(folder, shuffled())
-    coordinator: Any = None
+    past: Any = SimpleNamespace(coordinator=None)
     losses: Any = None
-    stats = StatsReader(coordinator, losses)
+    stats = StatsReader(past, losses)
     every = states(Timeline(order))
     for source, epochs in enumerate(order.config.epochs):
         read = []

@@ -26,9 +26,9 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     SourceError,
 )
-from tokenloom_server.replay.past import MAX_PEEKS
 from tokenloom_server.replay.peek import Peek, PeekCall
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.past import MAX_PEEKS
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def shown(peek: Peek, count: int) -> list[bytes]:
 def test_a_peek_after_a_skip_shows_what_the_run_gives_there(served: ServedRun, ids: list[bytes]) -> None:
     Trainer(served, 1, 1).train_to(40)
     assert sum(source.skipped_samples for source in joined(served, "60").sources) == 0
-    served.start_points.restore(sample_index=20, skip_samples=10)
+    served.restores.restore(sample_index=20, skip_samples=10)
     Trainer(served, 1, 1).take(1)
     for at, passed in ((19, 0), (20, 10), (60, 10)):
         state = joined(served, str(at))
@@ -76,7 +76,7 @@ def test_a_peek_after_a_skip_shows_what_the_run_gives_there(served: ServedRun, i
 def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
     served: ServedRun, ids: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.replay.past.AHEAD_SAMPLES", 5)
+    monkeypatch.setattr("tokenloom_server.run.past.AHEAD_SAMPLES", 5)
     assert joined(served, "5").sample_index == 5
     with pytest.raises(BeyondHorizon, match=r"sample 11 is 6 samples beyond sample 5, .* goes 5 further at most"):
         joined(served, "11")
@@ -172,7 +172,7 @@ def test_a_client_that_came_with_other_data_is_told(served: ServedRun) -> None:
 
 
 def test_the_states_that_are_remembered_are_bounded(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.replay.past.KNOWN_STATES", 3)
+    monkeypatch.setattr("tokenloom_server.run.past.KNOWN_STATES", 3)
     for at in (1, 2, 3, 1, 4):
         joined(served, str(at))
     assert sorted(served.past._known) == [(0, 1), (0, 3), (0, 4)]

@@ -17,7 +17,7 @@ from tokenloom_server.replay.receipts import unique_tokens
 from tokenloom_server.reports.model_card import markdown
 from tokenloom_server.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
 from tokenloom_server.reports.stats import SourceStats
-from tokenloom_server.run.lineage import with_samples
+from tokenloom_server.run.past import with_samples
 
 LENGTH = 8
 #: Tokens of one epoch: each row that has any is ended by one more.
@@ -118,7 +118,7 @@ def test_revisions_are_in_the_receipts_after_them_and_in_the_report(
 def test_what_was_skipped_is_in_the_receipts_and_counted_apart_in_the_report(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path, flat([CODE, WIKI])) as served:
         Trainer(served, 2, 4).train(4)
-        served.start_points.restore(sample_index=20, skip_samples=9)
+        served.restores.restore(sample_index=20, skip_samples=9)
         Trainer(served, 1, 5).train(4)
         for index, revisions in ((20, 0), (21, 1), (40, 1)):
             receipt = served.receipts.receipt(index)

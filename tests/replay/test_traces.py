@@ -37,11 +37,11 @@ from tokenloom_server.errors import (
 from tokenloom_server.ledger.commands import ThinJournal
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.replay.documents import by_source, explain
-from tokenloom_server.replay.past import MAX_PEEKS
+from tokenloom_server.replay.documents import explain
 from tokenloom_server.replay.peek import Peek
 from tokenloom_server.reports.trace import TracedPart, TracedSample
 from tokenloom_server.run.delivery import Delivery, Waiting
+from tokenloom_server.run.past import MAX_PEEKS
 
 END = 256
 #: Where the rows of ``ROWS`` lie, by spec and shard.
@@ -179,7 +179,7 @@ def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(folde
 
 def test_a_generation_that_was_taken_back_is_still_told(served: ServedRun) -> None:
     first = Trainer(served, 1, 1).train_to(50)
-    text, _ = served.past_states.snapshot(20)
+    text, _ = served.snapshots.at(20)
     second = Trainer(served, 1, 2, state=text.encode()).train_to(30)
     assert second.ranks[0].joined.opening.parent == 1
     assert {i: second.taken()[i] for i in range(20, 30)} == {i: first.taken()[i] for i in range(20, 30)}
@@ -253,7 +253,7 @@ def test_of_a_run_that_nobody_joined_nothing_is_told(served: ServedRun) -> None:
 def test_how_far_an_old_generation_came_is_taken_from_its_journal(
     revisable: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.replay.past.AHEAD_SAMPLES", 3)
+    monkeypatch.setattr("tokenloom_server.run.past.AHEAD_SAMPLES", 3)
     served = revisable.serve()
     first = Trainer(served, 1, 1)
     for to in range(4, 72, 4):
@@ -335,9 +335,8 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
         path.write_bytes(path.read_bytes().translate(bytes.maketrans(b"123", b"321")))
         # A change that shows by the time of writing is refused when the file is opened again.
         os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
-        (samples,) = by_source(group)
         with pytest.raises(OrderMismatch, match=r"sample \d of run 'test' has other tokens than its rows"):
-            explain(order, group, samples, None, False)
+            next(explain(order, group, None, False))
 
 
 # Revisions
@@ -397,7 +396,7 @@ def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(revis
 def test_a_generation_from_before_a_revision_is_told_without_it(revisable: Place) -> None:
     served = revisable.serve()
     first = Trainer(served, 1, 1).train_to(60)
-    text, _ = served.past_states.snapshot(20)
+    text, _ = served.snapshots.at(20)
     second = Trainer(served, 1, 1, state=text.encode()).train_to(24)
     index = revise(served, drop=[PROSE]).sample_index
     assert 24 < index < 50
@@ -455,7 +454,7 @@ def test_samples_after_a_skip_are_told_as_received_and_what_was_passed_over_by_t
 ) -> None:
     served = revisable.serve()
     before = Trainer(served, 1, 1).train_to(40)
-    served.start_points.restore(sample_index=8, skip_samples=11)
+    served.restores.restore(sample_index=8, skip_samples=11)
     after = Trainer(served, 1, 1).train_to(30)
     told_as_received(served, after, range(8, 30))
     told_as_received(served, before, range(40), 1)
@@ -552,7 +551,7 @@ def test_parts_of_documents_say_which_ids_are_labels(tmp_path: Path, labels: str
 def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(revisable: Place) -> None:
     served = revisable.serve()
     first = Trainer(served, 1, 1).train_to(4)
-    text, _ = served.past_states.snapshot(4)
+    text, _ = served.snapshots.at(4)
     index = revise(served, drop=[PROSE], sample_index=12).sample_index
     for to in range(8, 60, 4):
         first.train_to(to)

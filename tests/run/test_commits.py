@@ -199,9 +199,9 @@ def test_a_server_whose_epoch_the_ledger_gave_out_twice_leads_no_longer(place: P
 
 def commit_another_order(served: ServedRun, place: Place, index: int) -> None:
     """Somebody else's commit at a sample index, with another digest."""
-    coordinator, history = served.coordinator, served.past_states
-    point = history.parse(seal(json.loads(history.snapshot(index)[0])))
-    state: State = history.forward(point)
+    coordinator, points = served.coordinator, served.resume_points
+    point = points.parse(seal(json.loads(served.snapshots.at(index)[0])))
+    state: State = points.forward(point)
     resume_state = coordinator.timeline.encode(point.base or coordinator.timeline.initial())
     commit = replace(commit_of(coordinator.timeline, state, resume_state), digest="f" * 32)
     place.ledger.execute(Commit(coordinator.uid, "train", coordinator.lease.epoch, 1, commit, False))

@@ -25,7 +25,7 @@ def test_each_source_says_where_it_resumes(
     served: ServedRun, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer.take(9)
-    state = served.past_states.forward(served.past_states.parse(trainer.state()))
+    state = served.resume_points.forward(served.resume_points.parse(trainer.state()))
     with caplog.at_level(logging.INFO):
         Trainer(served, state=trainer.state())
     cursor = state.sources[0].cursor

@@ -91,7 +91,7 @@ def test_states_of_ranks_at_different_places_count_what_all_ranks_got(
         assert counts == recount(served, samples, index)
         assert sum(count["samples"] for count in counts.values()) == index
         if index % 72 == 0:
-            assert served.past_states.snapshot(index) == (text.decode(), index)
+            assert served.snapshots.at(index) == (text.decode(), index)
         padded |= any(count["real_tokens"] < count["tokens"] for count in counts.values())
     assert padded == (name not in ("always full", "boundaries masked"))
     # The counters that a restore starts from lag; those in `counts` do not.

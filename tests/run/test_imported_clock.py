@@ -135,7 +135,7 @@ def test_what_is_past_has_the_clock_of_its_line(place: Place, served: ServedRun)
     for restart in (False, True):
         if restart:
             served = place.restart()
-        text, index = served.past_states.snapshot(begin + 7)
+        text, index = served.snapshots.at(begin + 7)
         assert total(text.encode()) == (index, CLOCK + 7 * LENGTH)
         state = served.past.state_at(begin + 9)[1]
         assert (state.sample_index, state.total_tokens) == (begin + 9, CLOCK + 9 * LENGTH)
@@ -144,13 +144,13 @@ def test_what_is_past_has_the_clock_of_its_line(place: Place, served: ServedRun)
         assert served.receipts.receipt(begin + 4).total_tokens == CLOCK + 4 * LENGTH
         assert served.receipts.report().total_tokens == CLOCK + 20 * LENGTH
     # A restore to a sample after it, over some.
-    point = served.start_points.restore(sample_index=begin + 6, skip_tokens=3 * LENGTH)
+    point = served.restores.restore(sample_index=begin + 6, skip_tokens=3 * LENGTH)
     assert (point.sample_index, point.skips) == (begin + 6, {begin + 6: 3})
     after = Trainer(served, 1, 1)
     assert (after.index, total(after.state())) == (begin + 6, (begin + 6, CLOCK + 6 * LENGTH))
     # A generation that is over, once the run has begun anew.
     Trainer(served, 1, 1, resume="fresh").take(1)
-    nearest = served.past_states.nearest(begin + 3, 1)
+    nearest = served.past.in_ledger(begin + 3, 1)
     assert nearest.timeline.tokens_at(begin + 3) == CLOCK + 3 * LENGTH
     assert nearest.state.clock_offset == nearest.timeline.clock_offset == CLOCK - begin * LENGTH
 
@@ -212,12 +212,12 @@ def test_a_fork_goes_on_by_the_clock_and_its_budget(
     whole = trainer.train(1000)
     assert total(trainer.state())[1] == CLOCK + 400
     fork = place.runs.add(fork_path, None)
-    assert fork.start_points.fork(state.decode()).sample_index == begin + 4
+    assert fork.restores.fork(state.decode()).sample_index == begin + 4
     forked = Trainer(fork, 1, 2)
     assert total(forked.state()) == (begin + 4, CLOCK + 4 * LENGTH)
     rest = forked.train(1000)
     if weight == 2:  # the same mixture
         assert rest == {index: sample for index, sample in whole.items() if index >= begin + 4}
     assert total(forked.state())[1] == CLOCK + 400
-    text, index = fork.past_states.snapshot(begin + 10)
+    text, index = fork.snapshots.at(begin + 10)
     assert total(text.encode()) == (index, CLOCK + 10 * LENGTH)

@@ -32,8 +32,8 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
 )
 from tokenloom_server.order import replay
-from tokenloom_server.run import far_sample
-from tokenloom_server.run.past_states import PastStates
+from tokenloom_server.run import resume_points
+from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.timeouts import Timeouts
 
 
@@ -140,7 +140,7 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(
     trainer.train(3)
     late, early = trainer.state(), trainer.state(4)
     if skipped:
-        served.start_points.restore(text=late.decode(), skip_samples=skipped)
+        served.restores.restore(text=late.decode(), skip_samples=skipped)
     served.join_handler.join(call_of(0, attempt="b", state=late))
     for _ in range(2):
         with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
@@ -262,14 +262,14 @@ def test_a_rank_that_is_refused_before_the_others_join_keeps_the_launch_from_ope
 def test_a_rank_that_is_refused_while_rank_0_is_at_the_opening_keeps_it_from_being_written(
     place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = PastStates.forward
+    forward = ResumePoints.forward
 
     def refused_meanwhile(*args: Any, **options: Any) -> Any:
         with pytest.raises(SnapshotInvalid):
             served.join_handler.join(call_of(1, state=b"{"))
         return forward(*args, **options)
 
-    monkeypatch.setattr(PastStates, "forward", refused_meanwhile)
+    monkeypatch.setattr(ResumePoints, "forward", refused_meanwhile)
     with pytest.raises(SnapshotInvalid, match="rank 1 of attempt 'a' was refused"):
         served.join_handler.join(call_of(0))
     assert place.stored().opening is None
@@ -290,7 +290,7 @@ def test_the_way_to_a_far_sample_is_said_on_both_sides_and_not_begun_where_the_d
     place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(replay, "TURN_TOKENS", 80)
-    monkeypatch.setattr(far_sample, "FAR_SAMPLES", 1000)
+    monkeypatch.setattr(resume_points, "FAR_SAMPLES", 1000)
     monkeypatch.setattr(client_join, "SOON_S", 0.01)
     monkeypatch.setattr(client_join, "WATCH_EVERY_S", 5)
     caplog.set_level(logging.INFO)

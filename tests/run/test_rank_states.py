@@ -11,7 +11,7 @@ from support.served import PATIENCE_S, Place, Trainer, call_of, printed
 from support.waiting import wait_for
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_server.run.past_states import PastStates
+from tokenloom_server.run.resume_points import ResumePoints
 
 
 def test_a_rank_that_said_goodbye_is_finished_and_one_whose_connection_broke_is_away(
@@ -46,14 +46,14 @@ def test_of_a_run_whose_ranks_all_said_goodbye_a_trainer_is_waited_for(
 def test_while_a_launch_is_opened_the_run_says_so(
     place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, opening, may_go_on = PastStates.forward, threading.Event(), threading.Event()
+    forward, opening, may_go_on = ResumePoints.forward, threading.Event(), threading.Event()
 
     def slow(*args: Any, **options: Any) -> Any:
         opening.set()
         assert may_go_on.wait(PATIENCE_S)
         return forward(*args, **options)
 
-    monkeypatch.setattr(PastStates, "forward", slow)
+    monkeypatch.setattr(ResumePoints, "forward", slow)
     assert not served.stats.read().opening
     rank_0 = threading.Thread(target=lambda: served.join_handler.join(call_of(0)), daemon=True)
     rank_0.start()

@@ -97,7 +97,7 @@ def test_what_a_later_launch_takes_back_stays_and_is_marked(serve: Serve) -> Non
     Trainer(served).train(10)
     revise(served, reason="more code", author="ada", set=[{"child": "code", "weight": 3}])
     served.recorder.step()
-    served.start_points.restore(sample_index=20, skip_samples=4)
+    served.restores.restore(sample_index=20, skip_samples=4)
     served.recorder.step()
     again = serve()
     trainer = Trainer(again, state=again.coordinator.pins.pin.snapshot.encode() if again.coordinator.pins.pin else b"")

@@ -51,7 +51,7 @@ def test_a_server_that_is_restarted_at_every_step_of_a_schedule_goes_on_with_the
         ends.append(trainer.index)
         if len(ends) % 2:
             trainer.settle()
-        assert served.past_states.snapshot(trainer.index)[0].encode() == trainer.state()
+        assert served.snapshots.at(trainer.index)[0].encode() == trainer.state()
         served = trainer.connect(place.restart())
     # Nine steps of 2 × 2, then nine of 2 × 5, of which the last begins before sample 100, then those of 2 × 1.
     assert ends == [*range(4, 37, 4), *range(46, 127, 10), *range(128, 175, 2)]
@@ -85,7 +85,7 @@ def test_all_ranks_end_at_the_same_step_with_the_reason_also_after_a_restart(
     trainer.settle()
     assert place.committed().sample_index == end
     assert served.stats.read().ended == expected.reason
-    assert served.past_states.snapshot(end)[0].encode() == state
+    assert served.snapshots.at(end)[0].encode() == state
     over = Trainer(served, world_size=1, batch_size=1, state=state)
     assert list(over.take(100)) == list(range(end, 175))
 

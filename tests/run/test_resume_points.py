@@ -78,7 +78,7 @@ def test_an_unknown_snapshot_id_is_refused_with_those_that_there_are(served: Ser
 
 def test_a_state_before_the_first_batch_is_sample_0_of_the_generation(served: ServedRun, trainer: Trainer) -> None:
     state = trainer.state()
-    assert state.decode() == served.past_states.snapshot(0)[0]
+    assert state.decode() == served.snapshots.at(0)[0]
     assert Trainer(served, state=state).index == 0
     with pytest.raises(JoinRefused, match="brings a loaded state and resume='latest': give one of them"):
         Trainer(served, state=state, resume="latest")
@@ -91,7 +91,7 @@ def test_a_state_of_another_run_is_refused(place: Place, trainer: Trainer, tmp_p
     with pytest.raises(SnapshotInvalid, match=r"the state is of run_uid .* and has progress of its own"):
         Trainer(elsewhere, state=trainer.state())
     with pytest.raises(SnapshotInvalid, match="run_uid"):
-        elsewhere.start_points.restore(text=trainer.state().decode())
+        elsewhere.restores.restore(text=trainer.state().decode())
 
 
 def test_an_empty_ledger_adopts_the_trainers_run(place: Place, served: ServedRun, tmp_path: Path) -> None:
@@ -108,10 +108,10 @@ def test_an_empty_ledger_adopts_the_trainers_run(place: Place, served: ServedRun
     # Above every generation that the old ledger had when the state was taken.
     assert moved.ranks[0].joined.opening.generation == 3
     assert moved.train(9) == part(samples, 20, 47)
-    assert elsewhere.past_states.snapshot(33)[0].encode() != moved.state()
-    assert elsewhere.past_states.snapshot(47)[0].encode() == moved.state()
+    assert elsewhere.snapshots.at(33)[0].encode() != moved.state()
+    assert elsewhere.snapshots.at(47)[0].encode() == moved.state()
     with pytest.raises(BeyondHorizon, match="sample 19 lies before the first state"):
-        elsewhere.past_states.snapshot(19)
+        elsewhere.snapshots.at(19)
 
 
 def changed(state: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
@@ -144,7 +144,7 @@ def test_a_state_that_going_forward_does_not_meet_is_refused_before_anything_cha
             with pytest.raises((SnapshotInvalid, SourceError), match=says):
                 Trainer(served, state=state)
             with pytest.raises((SnapshotInvalid, SourceError), match=says):
-                served.start_points.restore(text=state.decode())
+                served.restores.restore(text=state.decode())
     assert place.written() == before
     trainer.take(1)
 
@@ -157,10 +157,10 @@ def test_a_cursor_beyond_the_files_is_refused_also_where_there_is_nothing_to_go_
     state = Trainer(served, state=trainer.state()).state()
     document = json.loads(state)
     assert document["sample_index"] == 16
-    at_boundary = served.coordinator.timeline.encode(served.past_states.forward(served.past_states.parse(state)))
+    at_boundary = served.coordinator.timeline.encode(served.resume_points.forward(served.resume_points.parse(state)))
     document["resume_state"] = json.loads(at_boundary)
     document.pop("checksum")
-    assert served.past_states.parse(seal(document)).base is not None
+    assert served.resume_points.parse(seal(document)).base is not None
     before = place.written()
     for field, value in (("row_offset", 15), ("row_offset", 2**53 - 1), ("epoch", 9)):
         damaged = json.loads(canonical(document))
@@ -229,7 +229,7 @@ def test_a_restore_pins_the_next_resume_point(place: Place, served: ServedRun, t
     samples = sequence(served)
     trainer.train(6)
     state = trainer.state(12)
-    assert served.start_points.restore(sample_index=9).sample_index == 9
+    assert served.restores.restore(sample_index=9).sample_index == 9
     # The generation that is there goes on; the pin survives a restart of the server.
     trainer.take(1)
     served = place.restart()
@@ -239,7 +239,7 @@ def test_a_restore_pins_the_next_resume_point(place: Place, served: ServedRun, t
         Trainer(served, resume="fresh")
     assert Trainer(served).take(2) == part(samples, 9, 17)
     assert place.stored().pin is None
-    served.start_points.restore(text=state.decode())
+    served.restores.restore(text=state.decode())
     assert Trainer(served, state=state).index == 12
 
 
@@ -259,5 +259,5 @@ def test_a_restore_names_one_point_that_exists(place: Place, served: ServedRun, 
     ]
     for point, error in points:
         with pytest.raises(error):
-            served.start_points.restore(**point)
+            served.restores.restore(**point)
     assert place.stored().pin is None

@@ -207,7 +207,7 @@ def test_a_revision_of_a_run_that_stands_still_holds_from_where_it_stands(wide: 
         with pytest.raises(Fenced, match=r"generation 1 of run 'test' .* is over: a revision closed it"):
             trainer.connect(served)
         served.stats.read()
-        assert served.past_states.snapshot(None)[1] == trainer.index
+        assert served.snapshots.at(None)[1] == trainer.index
         assert served.coordinator.view().waiting.waiting_for == "a trainer"
     # Another change, and one that is taken back, need no further generation.
     revise(served, 3)
@@ -291,7 +291,7 @@ def test_a_revision_of_a_run_that_stands_still_comes_after_all_that_is_known_to_
         revise(served, sample_index=beyond - 1)
     _, kept = served.snapshots.take(beyond + 4, save=True)
     assert served.mixture.info().first_revisable == beyond + 5
-    served.start_points.restore(sample_index=beyond + 6)
+    served.restores.restore(sample_index=beyond + 6)
     for _ in range(2):  # also where one was taken back, in the generation that it closed
         assert revise(served).sample_index == beyond + 7
         served.revision_handler.drop(1)
@@ -299,8 +299,8 @@ def test_a_revision_of_a_run_that_stands_still_comes_after_all_that_is_known_to_
     with pytest.raises(
         SnapshotInvalid, match=f"made without revision 1, which holds from sample {beyond + 7} on, from other"
     ):
-        served.past_states.forward(served.past_states.parse(trainer.state(beyond + 8)))
-    served.start_points.restore(snapshot_id=kept)
+        served.resume_points.forward(served.resume_points.parse(trainer.state(beyond + 8)))
+    served.restores.restore(snapshot_id=kept)
     assert Trainer(served).take(4) == part(sequence(served), beyond + 4, beyond + 4 + 16)
 
 
@@ -309,7 +309,7 @@ def test_a_revision_of_a_run_that_trains_comes_after_what_is_pinned(served: Serv
     trainer.train(20)
     pinned = trainer.index
     Trainer(served, resume="fresh", takeover=True).train(2)
-    served.start_points.restore(text=trainer.state().decode())
+    served.restores.restore(text=trainer.state().decode())
     assert served.coordinator.view().generation.first_unproduced < pinned
     assert served.mixture.info().first_revisable == pinned + 1
     assert revise(served).sample_index == pinned + 1

@@ -37,29 +37,29 @@ def test_every_launch_passes_over_the_range_until_a_state_without_it_takes_it_ba
     trainer = Trainer(served)
     trainer.train(10)
     with pytest.raises(ConfigError, match=r"names one of .*, but 0 are given"):
-        served.start_points.restore()
+        served.restores.restore()
     early, checkpoint, between, late = map(trainer.state, (12, 20, 24, 36))
     # The present generation goes on.
-    served.start_points.restore(text=checkpoint.decode(), skip_samples=7)
+    served.restores.restore(text=checkpoint.decode(), skip_samples=7)
     assert trainer.take(1) == part(samples, 40, 44)
     given = without(samples, (20, 27))
     for state, index, world_size, batch_size in ((checkpoint, 20, 2, 2), (early, 12, 3, 1), (early, 12, 1, 5)):
         served = place.restart()
         again = Trainer(served, world_size, batch_size, state=state)
         assert again.take(9) == part(given, index, index + 9 * world_size * batch_size)
-        assert again.state().decode() == served.past_states.snapshot(again.index)[0]
+        assert again.state().decode() == served.snapshots.at(again.index)[0]
         counts = json.loads(again.state())["counts"].values()
         assert sum(count["samples"] for count in counts) == again.index
         assert 0 < sum(count["real_tokens"] for count in counts) < again.index * 16
     with pytest.raises(ConfigError, match=r"at sample 57 passed all skips of the run \(at samples \[20\]\).* --sample"):
-        served.start_points.restore(sample_index=again.index, undo_skip=True)
+        served.restores.restore(sample_index=again.index, undo_skip=True)
     for without_it in (between, late):
         with pytest.raises(SnapshotInvalid, match=r"at sample 20 this run passes over 7 .* --undo-skip"):
             Trainer(served, state=without_it)
-        pinned = served.start_points.restore(text=without_it.decode(), undo_skip=True)
+        pinned = served.restores.restore(text=without_it.decode(), undo_skip=True)
         assert (served.stats.read().pin, pinned.skips) == (pinned, {})
-        assert served.start_points.cancel() == pinned
-    served.start_points.restore(text=between.decode(), undo_skip=True)
+        assert served.restores.cancel() == pinned
+    served.restores.restore(text=between.decode(), undo_skip=True)
     assert Trainer(place.restart(), 1, 4, state=between).take(2) == part(samples, 24, 32)
     with pytest.raises(SnapshotInvalid, match=r"at sample 20 this run passes over 0 .* a line that passed over 7"):
         Trainer(place.runs.get(RUN), state=again.state())
@@ -69,7 +69,7 @@ def test_an_empty_ledger_takes_skips_from_a_trainers_state(place: Place, served:
     given = without(sequence(served), (20, 27), (47, 51))
     Trainer(served).train(5)
     for index, skipped in ((20, 7), (40, 4)):
-        served.start_points.restore(sample_index=index, skip_samples=skipped)
+        served.restores.restore(sample_index=index, skip_samples=skipped)
         Trainer(served).take(10)
     trainer = Trainer(served, 1, 4, resume="fresh")
     trainer.take(12)
@@ -85,7 +85,7 @@ def test_an_empty_ledger_takes_a_skip_after_a_revision_from_a_trainers_state(
     trainer.train(3)
     revised = revise(served, set=[{"child": "code", "weight": 0.1}]).sample_index
     trainer.train_to(revised + 20)
-    served.start_points.restore(sample_index=revised + 8, skip_samples=7)
+    served.restores.restore(sample_index=revised + 8, skip_samples=7)
     trainer = Trainer(served)
     given = trainer.take(8)
     place.stop()
@@ -99,12 +99,12 @@ def test_a_fork_inherits_what_its_parent_passes_over(made: Made, fields: dict[st
     served = place.serve()
     plain = Trainer(served)
     plain.train(10)
-    served.start_points.restore(sample_index=20, skip_samples=7)
+    served.restores.restore(sample_index=20, skip_samples=7)
     Trainer(served).take(5)
     whole = Trainer(served, resume="fresh")
     given = whole.take(1000)
     states = {name: trainer.state(index) for name, trainer, index in (("b", whole, 12), ("a", whole, 28))}
-    served.start_points.restore(text=states["b"].decode())
+    served.restores.restore(text=states["b"].decode())
     # Of a parent that is not served: where a state says itself how all stands there.
     states |= {"before": Trainer(served).state(12), "at": plain.state(20)}
     if not fields:
@@ -129,7 +129,7 @@ def test_a_skip_that_was_pinned_before_a_revision_stays_one_of_its_samples(made:
     served = place.serve()
     samples = sequence(served)
     Trainer(served, 1, 1).train_to(8)
-    served.start_points.restore(sample_index=8, skip_samples=60)
+    served.restores.restore(sample_index=8, skip_samples=60)
     index = revise(served, drop=[PROSE]).sample_index
     assert 8 < index < 60
     taken = Trainer(served, 1, 1).train_to(90).taken()
@@ -153,14 +153,14 @@ def test_what_is_counted_after_a_skip_is_a_recount_at_every_index(place: Place, 
     first = Trainer(served, 1, 1).train_to(175)
     for begin, end in ((0, 61), (9, 10), (58, 174)):
         text = first.state(begin)
-        point = served.start_points.restore(text=text.decode(), skip_samples=end - begin, undo_skip=True)
+        point = served.restores.restore(text=text.decode(), skip_samples=end - begin, undo_skip=True)
         assert (point.sample_index, point.skips) == (begin, {begin: end - begin})
         rest = Trainer(served, 1, 1)
         given = without(samples, (begin, end))
         assert rest.train(1000) == part(given, begin, len(given))
         for index in range(begin, len(given), 11):
             state = rest.state(index)
-            assert served.past_states.snapshot(index) == (state.decode(), index)
+            assert served.snapshots.at(index) == (state.decode(), index)
             counts = {spec: (of["samples"], of["tokens"]) for spec, of in json.loads(state)["counts"].items()}
             expected = recount(served, part(given, 0, index))
             assert counts == {spec: of for spec, of in expected.items() if of[0]}
@@ -184,30 +184,30 @@ def test_ranks_with_an_older_loaders_checkpoint_agree_after_a_restart_and_may_sk
     older = json.dumps(document).encode()
     whole = Trainer(served, 1, 1, state=older).train(1000)
     begin = min(whole)
-    assert served.start_points.restore(text=older.decode(), skip_samples=7).sample_index == begin
+    assert served.restores.restore(text=older.decode(), skip_samples=7).sample_index == begin
     served.join_handler.join(call_of(0, attempt="b", state=older))
     served = place.restart()
     with pytest.raises(JoinRefused, match="load the same checkpoint on every rank"):
         served.join_handler.join(call_of(1, attempt="b", state=b'{"sample_index": 40}'))
     with pytest.raises(LimitExceeded, match="one restore goes forward through"):
-        served.start_points.restore(text=older.decode(), skip_tokens=2**35)
+        served.restores.restore(text=older.decode(), skip_tokens=2**35)
     assert served.join_handler.join(call_of(1, attempt="b", state=older)).opening.start_index == begin
     rest = Trainer(served, 1, 1, resume="latest").take(1000)
     assert rest == {index - 7: sample for index, sample in whole.items() if index >= begin + 7}
-    assert served.start_points.restore(text=older.decode(), undo_skip=True).skips == {}
+    assert served.restores.restore(text=older.decode(), undo_skip=True).skips == {}
 
 
 def test_an_older_loaders_checkpoint_beyond_a_skip_is_refused_with_a_choice_that_works(served: ServedRun) -> None:
     # 14.16
     older = json.dumps({"resume_state": {"datasets": [OLDER]}}).encode()
     whole = Trainer(served, 1, 1, state=older).train(1000)
-    served.start_points.restore(text=Trainer(served, resume="fresh", takeover=True).state().decode(), skip_samples=3)
+    served.restores.restore(text=Trainer(served, resume="fresh", takeover=True).state().decode(), skip_samples=3)
     Trainer(served, takeover=True).train(1)
     with pytest.raises(
         SnapshotInvalid, match=rf"at sample 0 .* the state at sample {min(whole)} .* passed over 0: res"
     ):
         Trainer(served, 1, 1, state=older, takeover=True)
-    served.start_points.restore(text=older.decode(), undo_skip=True)
+    served.restores.restore(text=older.decode(), undo_skip=True)
     assert Trainer(served, 1, 1, state=older, takeover=True).train(1000) == whole
 
 
@@ -215,18 +215,18 @@ def test_a_snapshot_that_is_made_while_a_generation_with_a_skip_is_opened_is_of_
     served: ServedRun, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer.train(64)
-    served.start_points.restore(sample_index=2, skip_samples=3)
-    openings = served.past_states.openings
+    served.restores.restore(sample_index=2, skip_samples=3)
+    openings = served.past.openings
 
     def read_before_an_opening() -> Sequence[Opening]:
-        monkeypatch.setattr(served.past_states, "openings", openings)
+        monkeypatch.setattr(served.past, "openings", openings)
         known = openings()
         Trainer(served).train(80)
         return known
 
-    monkeypatch.setattr(served.past_states, "openings", read_before_an_opening)
-    text, index = served.past_states.snapshot(58)
-    assert served.past_states.forward(served.past_states.parse(text)).sample_index == index == 58
+    monkeypatch.setattr(served.past, "openings", read_before_an_opening)
+    text, index = served.snapshots.at(58)
+    assert served.resume_points.forward(served.resume_points.parse(text)).sample_index == index == 58
 
 
 def test_a_restore_that_went_forward_while_a_skip_was_opened_keeps_the_skip(
@@ -234,17 +234,17 @@ def test_a_restore_that_went_forward_while_a_skip_was_opened_keeps_the_skip(
 ) -> None:
     samples = sequence(served)
     trainer.train(10)
-    pin = served.past_states.pin
+    pin = served.restores.proven
 
     def while_another_is_opened(*args: Any) -> PinnedPoint:
-        monkeypatch.setattr(served.past_states, "pin", pin)
+        monkeypatch.setattr(served.restores, "proven", pin)
         pinned = pin(*args)
-        served.start_points.restore(sample_index=20, skip_samples=7)
+        served.restores.restore(sample_index=20, skip_samples=7)
         Trainer(served).take(3)
         return pinned
 
-    monkeypatch.setattr(served.past_states, "pin", while_another_is_opened)
-    assert served.start_points.restore(sample_index=12, skip_samples=3).skips == {12: 3, 17: 7}
+    monkeypatch.setattr(served.restores, "proven", while_another_is_opened)
+    assert served.restores.restore(sample_index=12, skip_samples=3).skips == {12: 3, 17: 7}
     assert Trainer(served).take(9) == part(without(samples, (12, 15), (20, 27)), 12, 48)
 
 
@@ -253,15 +253,15 @@ def test_a_skip_is_taken_back_at_its_own_sample(place: Place, served: ServedRun,
     samples = sequence(served)
     trainer.train(10)
     for skipped in (7, 2):
-        served.start_points.restore(sample_index=index, skip_samples=skipped)
+        served.restores.restore(sample_index=index, skip_samples=skipped)
         again = Trainer(served)
         again.train(9)
     for point in ({"sample_index": index + 1}, {"text": again.state(index).decode()}):
         with pytest.raises(ConfigError, match=rf"passed all skips of the run \(at samples \[{index}\]\)"):
-            served.start_points.restore(**point, undo_skip=True)
+            served.restores.restore(**point, undo_skip=True)
     served = place.restart()
-    assert served.start_points.restore(sample_index=index, undo_skip=True, skip_samples=1).skips == {index: 1}
-    assert served.start_points.restore(sample_index=index, undo_skip=True).skips == {}
+    assert served.restores.restore(sample_index=index, undo_skip=True, skip_samples=1).skips == {index: 1}
+    assert served.restores.restore(sample_index=index, undo_skip=True).skips == {}
     assert Trainer(served).take(5) == part(samples, index, index + 20)
 
 
@@ -270,14 +270,14 @@ def test_a_pin_can_be_taken_back_and_both_are_shown(place: Place, served: Served
     trainer.train(10)
     assert served.stats.read().pin is None
     with pytest.raises(NotFound, match="nothing is pinned for the next launch of run 'test'"):
-        served.start_points.cancel()
-    pinned = served.start_points.restore(sample_index=20, skip_samples=7)
+        served.restores.cancel()
+    pinned = served.restores.restore(sample_index=20, skip_samples=7)
     served = place.restart()
     assert served.stats.read().pin == pinned
-    assert served.start_points.cancel() == pinned
+    assert served.restores.cancel() == pinned
     assert (served.stats.read().pin, place.stored().pin) == (None, None)
     assert Trainer(served, state=trainer.state(20)).take(2) == part(samples, 20, 28)
-    served.start_points.restore(sample_index=24, skip_samples=2)
+    served.restores.restore(sample_index=24, skip_samples=2)
     Trainer(served)
     stats = served.stats.read()
     assert (stats.pin, stats.skips) == (None, {24: 2})

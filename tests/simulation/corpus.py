@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from tokenloom_server.cluster.description import rebuild
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.spec import Spec
@@ -31,6 +30,7 @@ from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.base import Content, Rows, Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles
+from tokenloom_server.workers.cluster.description import rebuild
 
 from tests.support.catalog import CATALOG
 from tests.support.digest import digest_after

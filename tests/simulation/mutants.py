@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tokenloom_server.cluster.readers.rows import Request
-from tokenloom_server.cluster.readers.source import RowsOfReaders
 from tokenloom_server.errors import NotFound
 from tokenloom_server.ledger import rules
 from tokenloom_server.ledger.records import StoredRun
@@ -19,13 +17,15 @@ from tokenloom_server.run.active_generation import ActiveGeneration
 from tokenloom_server.run.generation import Generation
 from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.lease import Lease, LeaseState
-from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.pins import PinnedPoint
+from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.sessions import Sessions
 from tokenloom_server.run.slot_claims import SlotClaims
 from tokenloom_server.run.slots import Slot
 from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.base import Rows
+from tokenloom_server.workers.cluster.readers.rows import Request
+from tokenloom_server.workers.cluster.readers.source import RowsOfReaders
 
 from tests.simulation.corpus import skips_of
 
@@ -152,12 +152,12 @@ def skips_forgotten_when_leading(patch: pytest.MonkeyPatch) -> None:
 
 def skips_for_one_launch_alone(patch: pytest.MonkeyPatch) -> None:
     """An opening that takes a pin writes only where it begins, and not what is passed over from there on."""
-    right = PastStates.pinned
+    right = ResumePoints.pinned
 
-    def pinned(self: PastStates, pin: PinnedPoint | None, made_at: float = 0.0) -> Timeline:
+    def pinned(self: ResumePoints, pin: PinnedPoint | None, made_at: float = 0.0) -> Timeline:
         return right(self, pin, made_at) if not made_at else right(self, None, made_at)
 
-    patch.setattr(PastStates, "pinned", pinned)
+    patch.setattr(ResumePoints, "pinned", pinned)
 
 
 def states_of_before_a_skip_taken(patch: pytest.MonkeyPatch) -> None:

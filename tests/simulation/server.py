@@ -18,10 +18,10 @@ from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.evaluation_streams import EvaluationStreams
 from tokenloom_server.run.join import RANK_0_WAIT_S, Joined, no_rank_0
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.sessions import Session
-from tokenloom_server.run.streams import Streams
 from tokenloom_server.run.wakes import Wakes
 
 from tests.simulation.ledger import LedgerLink
@@ -225,7 +225,7 @@ class Server(Process):
         context.one_change = OneAtATime()  # type: ignore[assignment]
         self.coordinator = coordinator = RunCoordinator(context, stored.uid, self.holder)
         self.leadership = coordinator.leadership
-        streams, origin = Streams(order, order.config, {}), MixtureOrigin(where="the world", index_dir=None)
+        streams, origin = EvaluationStreams(order, order.config, {}), MixtureOrigin(where="the world", index_dir=None)
         self.served = ServedRun(coordinator, streams, _no_other_run, origin, order.config)
         self.producer, self.committer = coordinator.producer, coordinator.committer
         self.reachable = True

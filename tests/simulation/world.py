@@ -512,7 +512,7 @@ class World(Scheduler):
         low = view.generation.start_index
         index = self.rng.randint(low, max(low, view.commit.sample_index))
         try:
-            text, at = server.served.past_states.snapshot(index)
+            text, at = server.served.snapshots.at(index)
             self.checker.look_at_text(text, at)
             self.checker.look_at_snapshot(launch, text, at)
             if save:
@@ -538,7 +538,7 @@ class World(Scheduler):
         if text is None or coordinator is None:
             return
         try:
-            pin = server.served.past_states.pin(text).text
+            pin = server.served.restores.proven(text).text
             coordinator.ledger.execute(Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, pin))
         except SnapshotInvalid as error:
             self.checker.fail(f"its own snapshot is refused: {error}")
@@ -566,7 +566,7 @@ class World(Scheduler):
             return
         samples, reference = self._skips.choice([0, 0, 3] if undo else [1, 2, 5, 20]), self.checker.reference
         try:
-            pinned = server.served.start_points.restore(text=text, skip_samples=samples, undo_skip=undo)
+            pinned = server.served.restores.restore(text=text, skip_samples=samples, undo_skip=undo)
         except SnapshotInvalid as error:
             self.checker.not_pinned(text, undo, error)
             self.note(server.name, "no skip", error.name, str(error))
@@ -586,7 +586,7 @@ class World(Scheduler):
         if server.coordinator is None or server.is_changing():
             return
         try:
-            taken_back = server.served.start_points.cancel()
+            taken_back = server.served.restores.cancel()
         except (LedgerError, NotFound) as error:
             self.note(server.name, "nothing cancelled", error.name)
         else:

@@ -24,9 +24,10 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mixing", "sources"),
         ("catalog", "tokenizer"),
         ("packing",),
+        ("workers",),
         ("order",),
         ("planning", "prepare"),
-        ("cluster", "reports"),
+        ("reports", "workers.cluster"),
         ("run", "tools"),
         ("replay",),
         ("api",),
@@ -69,11 +70,11 @@ ONLY: dict[str, frozenset[str]] = {
 
 #: A process starts here. Whatever cannot be reached from one of these is dead.
 ENTRY_POINTS = (
-    f"{SERVER}.tokenizer.chat_renderer",  # of the processes of chat templates
+    f"{SERVER}.tokenizer.chat_renderer",  # called by its name, in processes of functions
     f"{CLIENT}.__init__",
     f"{SERVER}.__main__",
     f"{SERVER}.demo.trainer",
-    f"{SERVER}.cluster.readers.child",
+    f"{SERVER}.workers.cluster.readers.child",
 )
 
 #: What users import by themselves.
@@ -107,7 +108,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (("streaming", "litdata"), frozenset({f"{SERVER}.tools.moving"})),
     (("fsspec",), frozenset({f"{SERVER}.storage"})),
     (("typer",), frozenset({f"{SERVER}.cli"})),
-    (("ray",), frozenset({f"{SERVER}.cluster"})),
+    (("ray",), frozenset({f"{SERVER}.workers.cluster"})),
     (
         ("torch",),  # without which all else of the client and of the server works
         frozenset(
@@ -138,7 +139,6 @@ PURE = tuple(
         *("run.views",),
         *(
             "tokenizer.boundary",
-            "tokenizer.chat",
             "tokenizer.chat_renderer",
             "tokenizer.check",
             "tokenizer.choose",

@@ -10,16 +10,16 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import pyarrow as pa
-from tokenloom_server.cluster.description import describe, rebuild
-from tokenloom_server.cluster.readers import messages, reading, source
-from tokenloom_server.cluster.readers.reading import read
-from tokenloom_server.cluster.readers.rows import Answer, Request, Work
-from tokenloom_server.cluster.readers.source import RowsOfReaders
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import RunResources
 from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import Source
+from tokenloom_server.workers.cluster.description import describe, rebuild
+from tokenloom_server.workers.cluster.readers import messages, reading, source
+from tokenloom_server.workers.cluster.readers.reading import read
+from tokenloom_server.workers.cluster.readers.rows import Answer, Request, Work
+from tokenloom_server.workers.cluster.readers.source import RowsOfReaders
 
 
 class DrawnReaders:

@@ -396,9 +396,8 @@ class MemoryService(Runs):
             plan=partial(self.plan, run),
             plan_under=partial(self.plan_under, run),
             receipts=owner(receipt=self.receipt, report=self.report),
-            snapshots=owner(take=self.snapshot, list=self.snapshots, saved_at=self.saved_at),
-            past_states=owner(saved=self.saved_snapshot),
-            start_points=owner(restore=self.restore, cancel=self.cancel),
+            snapshots=owner(take=self.snapshot, list=self.snapshots, saved_at=self.saved_at, saved=self.saved_snapshot),
+            restores=owner(restore=self.restore, cancel=self.cancel),
             traces=owner(
                 sample=self.trace_sample,
                 of_source=self.trace_of_source,

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.prepare.job import Job
-from tokenloom_server.sources.transform import Transform
 from tokenloom_server.storage.folder import Folder
+from tokenloom_server.workers.processes import Transform
 
 from .catalog import CATALOG
 from .corpora import flat, text_rows

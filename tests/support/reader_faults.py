@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tokenloom_server.cluster.readers.link import RayReaders
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import BatchPlan
+from tokenloom_server.workers.cluster.readers.link import RayReaders
 
 from support.corpora import id_rows, mixture, text_rows, write_jsonl, write_parquet
 
@@ -31,8 +31,8 @@ NODE = os.environ.get("FAULTY_NODE", "")
 if NODE == "no ray":
     sys.modules["ray"] = None
 if "default_worker.py" in " ".join(sys.orig_argv):
-    from tokenloom_server.cluster import description
-    from tokenloom_server.cluster.readers import worker
+    from tokenloom_server.workers.cluster import description
+    from tokenloom_server.workers.cluster.readers import worker
     reads, rebuilds = worker.read, worker.rebuild
     def read(*arguments):
         for name in sorted(os.listdir(os.environ["READER_FAULTS"])):
@@ -51,7 +51,7 @@ if "default_worker.py" in " ".join(sys.orig_argv):
         worker.rebuild = lambda text: rebuilds(json.dumps(json.loads(text) | {"base_dir": "/nowhere"}))
     if NODE == "tokenloom":
         sys.modules["tokenloom_server"] = None
-if "Engine" in NODE and any(name in " ".join(sys.orig_argv) for name in ("default_worker.py", "crash_child")):
+if "Engine" in NODE and any(name in " ".join(sys.orig_argv) for name in ("default_worker.py", "crash_guard")):
     import ctypes
     from tokenloom_server.tokenizer import engine
     def deadly(kind):
@@ -98,8 +98,8 @@ def faulty_readers(folder: Path) -> Iterator[Faults]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH")])))
         patch.setenv("READER_FAULTS", str(faults.folder))
-        patch.setattr("tokenloom_server.cluster.readers.source.REQUEST_BYTES", 8000)
-        patch.setattr("tokenloom_server.cluster.readers.source.FIRST_ROWS", 50)
+        patch.setattr("tokenloom_server.workers.cluster.readers.source.REQUEST_BYTES", 8000)
+        patch.setattr("tokenloom_server.workers.cluster.readers.source.FIRST_ROWS", 50)
         yield faults
 
 

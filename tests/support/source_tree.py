@@ -10,6 +10,8 @@ from pathlib import Path
 
 CLIENT, SERVER, PROTO = "tokenloom", "tokenloom_server", "tokenloom_proto"
 PACKAGE_FOLDERS = {CLIENT: "client", SERVER: "server", PROTO: "proto"}
+#: Folders of a room that have a row of their own in the table, above it.
+FLOORS = ("workers.cluster",)
 #: Beside the packages. Nothing that this project holds may teach a user to load a pickle.
 OTHER_PYTHON = ("tests", "examples", "benchmarks", "docker", "docs")
 
@@ -28,8 +30,9 @@ class Module:
 
     @property
     def unit(self) -> str:
-        """The name that the tables know: the module, or the folder that it lies in."""
-        return self.name.split(".")[1]
+        """The name that the tables know: the module, or the folder that it lies in, or that folder's upper floor."""
+        names = self.name.split(".")[1:]
+        return next((floor for floor in FLOORS if ".".join(names).startswith(f"{floor}.")), names[0])
 
     @property
     def qualified_unit(self) -> str:

@@ -32,12 +32,12 @@ from tokenloom_server.order.segments import measured_ahead
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.past_states import PastStates
-from tokenloom_server.run.streams import Streams
+from tokenloom_server.run.evaluation_streams import EvaluationStreams
+from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.timeouts import Timeouts
 
 if TYPE_CHECKING:
-    from tokenloom_server.cluster.readers.link import RayReaders
+    from tokenloom_server.workers.cluster.readers.link import RayReaders
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class RunStarter:
         mixture: RunConfig,
         origin: MixtureOrigin,
         reason: Reason | None,
-        other: Callable[[str], PastStates | None],
+        other: Callable[[str], ResumePoints | None],
     ) -> tuple[ServedRun, MixtureChange | None]:
         """A run that is still to be led, and the change that its mixture asks for: a new run is recorded, a known one
         compared with its record. ``other`` finds another run of the server, for forks.
@@ -96,7 +96,7 @@ class RunStarter:
         with suppress(TokenloomError):
             for is_warning, note in label_notes(factory):
                 _log.log(logging.WARNING if is_warning else logging.INFO, "%s: %s", mixture.run, note)
-        streams = Streams.of(factory, mixture, self.ledger)
+        streams = EvaluationStreams.of(factory, mixture, self.ledger)
         context = RunContext(factory, self.ledger, self.timeouts, lease_clock=self.ledger.clock)
         coordinator = RunCoordinator(context, stored.uid, self.holder)
         return ServedRun(coordinator, streams, other, origin, mixture), change

@@ -11,24 +11,23 @@ from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.replay.evaluation import Evaluations
-from tokenloom_server.replay.mixture import Mixture
-from tokenloom_server.replay.past import Past
 from tokenloom_server.replay.peek import Peeks
-from tokenloom_server.replay.receipts import Receipts, revision_info
-from tokenloom_server.replay.saved_snapshots import SavedSnapshots
-from tokenloom_server.replay.start_points import StartPoints
+from tokenloom_server.replay.receipts import Receipts
 from tokenloom_server.replay.trace import Traces
 from tokenloom_server.reports.receipt import RevisionInfo
 from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.evaluation_streams import EvaluationStreams
 from tokenloom_server.run.fork import ForkHandler
 from tokenloom_server.run.history_reader import HistoryReader
 from tokenloom_server.run.join import JoinHandler
 from tokenloom_server.run.losses import Losses
-from tokenloom_server.run.past_states import PastStates
+from tokenloom_server.run.past import Past
 from tokenloom_server.run.recorder import Recorder
-from tokenloom_server.run.revise import RevisionHandler
+from tokenloom_server.run.restore import Restores
+from tokenloom_server.run.resume_points import ResumePoints
+from tokenloom_server.run.revise import Mixture, RevisionHandler, revision_info
+from tokenloom_server.run.snapshots import Snapshots
 from tokenloom_server.run.stats import StatsReader
-from tokenloom_server.run.streams import Streams
 
 
 class ServedRun:
@@ -37,8 +36,8 @@ class ServedRun:
     def __init__(
         self,
         coordinator: RunCoordinator,
-        streams: Streams,
-        other: Callable[[str], PastStates | None],
+        streams: EvaluationStreams,
+        other: Callable[[str], ResumePoints | None],
         origin: MixtureOrigin,
         config: RunConfig,
     ) -> None:
@@ -52,19 +51,19 @@ class ServedRun:
         self.closers: set[Callable[[], object]] = set()
         self.measures = coordinator.measures
         self.leadership = coordinator.leadership
-        self.past_states = PastStates(coordinator)
+        self.past = Past(coordinator)
+        self.snapshots = Snapshots(self.past)
+        self.resume_points = ResumePoints(self.past, self.snapshots)
         self.revision_handler = RevisionHandler(coordinator)
-        self.fork_handler = ForkHandler(coordinator, self.past_states, other)
-        self.join_handler = JoinHandler(coordinator, self.past_states, self.revision_handler, self.fork_handler)
+        forks = ForkHandler(coordinator, self.resume_points, other)
+        self.restores = Restores(self.resume_points, forks)
+        self.join_handler = JoinHandler(coordinator, self.resume_points, self.revision_handler, forks)
         self.losses = Losses(coordinator)
-        self.stats = StatsReader(coordinator, self.losses)
+        self.stats = StatsReader(self.past, self.losses)
         self.recorder = Recorder(coordinator, self.stats, self.losses, coordinator.leadership.holder)
         self.history = HistoryReader(coordinator)
-        self.past = Past(coordinator, self.past_states)
-        self.peeks = Peeks(self.past)
+        self.peeks = Peeks(self.resume_points)
         self.evaluations = Evaluations(coordinator, streams)
-        self.snapshots = SavedSnapshots(coordinator, self.past_states)
-        self.start_points = StartPoints(self.past, self.fork_handler)
         self.mixture = Mixture(coordinator, self.revision_handler)
         self.receipts = Receipts(self.past, self.stats)
         self.traces = Traces(self.past, self.evaluations)

@@ -32,8 +32,8 @@ from tokenloom_server.storage.drafts import write_whole
 if TYPE_CHECKING:
     from tokenloom_server.api.run_folder import RunFolder
     from tokenloom_server.api.service import Runs
-    from tokenloom_server.cluster.readers.link import RayReaders, ReaderOptions
     from tokenloom_server.config.run import RunConfig
+    from tokenloom_server.workers.cluster.readers.link import RayReaders, ReaderOptions
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Server:
         from tokenloom_server.catalog import open_catalog
 
         if options.readers is not None:
-            from tokenloom_server.cluster.readers.link import RayReaders
+            from tokenloom_server.workers.cluster.readers.link import RayReaders
 
             self._readers = RayReaders(options.readers)
         ledger = self._ledger = open_ledger(options.ledger, _folder(options))

@@ -34,7 +34,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.reports.stats import NextLaunch
-from tokenloom_server.run.past_states import PastStates
+from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.timeouts import Timeouts
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Runs:
                     "another"
                 )
             self._require_room(len(mixture.sources) + sum(len(run.config.sources) for run in self.served()))
-            served = self._begin(*self._starter.prepare(mixture, origin, reason, self._past_states_of))
+            served = self._begin(*self._starter.prepare(mixture, origin, reason, self._resume_points_of))
         self._problems.pop(origin.where, None)
         audit.said(f"run {served.name}", f"added, of {origin.where}")
         self._tell()
@@ -227,7 +227,7 @@ class Runs:
     def _reload(self, served: ServedRun, mixture: RunConfig, reason: Reason | None) -> tuple[ServedRun, str]:
         note = "The mixture is the one in force; what else the file says holds from now on."
         # What is wrong shows before anything ends.
-        prepared, change = self._starter.prepare(mixture, served.origin, reason, self._past_states_of)
+        prepared, change = self._starter.prepare(mixture, served.origin, reason, self._resume_points_of)
         if change is not None:
             revision = served.mixture.revise(change)
             note = f"Revision {revision.number} holds from sample {revision.sample_index:,} on."
@@ -337,9 +337,9 @@ class Runs:
     def _problem_of(self, run: str) -> RunProblem | None:
         return next((problem for problem in self.problems() if problem.run == run), None)
 
-    def _past_states_of(self, run: str) -> PastStates | None:
+    def _resume_points_of(self, run: str) -> ResumePoints | None:
         served = self._runs.get(run) if caller.who.get().sees(run) else None
-        return served.past_states if served is not None else None
+        return served.resume_points if served is not None else None
 
     def names(self) -> list[str]:
         """Of the runs that the present caller's token is good for."""
@@ -378,7 +378,7 @@ class Runs:
         elif sample_index is not None:
             raise ConfigError("a snapshot has its own sample index: leave sample_index out")
         assert text is not None
-        return served.start_points.fork(text)
+        return served.restores.fork(text)
 
 
 def _require_sight(run: str) -> None:

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +22,7 @@ from tokenloom_server.storage.io_stats import given_up_soon
 
 if TYPE_CHECKING:
     from tokenloom_server.config.run import RunConfig
+    from tokenloom_server.core.token_curve import TokenCurve
     from tokenloom_server.sources.catalog import SourceCatalog
     from tokenloom_server.sources.survey import Candidate, Survey
 
@@ -87,31 +88,36 @@ class _Answers:
                 "such as gpt2, or bytes",
             ),
             "sequence_length": self.sequence_length or int(_ask("Tokens per sample", length)),
-            **({"packing": "best_fit"} if CONVERSATIONS in {each.spec.column for each in sources.values()} else {}),
+            **({"packing": "best_fit"} if any(map(_is_chat, sources.values())) else {}),
         }
+
+    @property
+    def named(self) -> Mapping[str, str]:
+        """The columns that were named, by alias; that of all by the empty one."""
+        return {of: name for of, _, name in (text.rpartition("=") for text in self.column or ())}
+
+    def is_named(self, alias: str) -> bool:
+        """Whether the column of a source was named."""
+        return not self.named.keys().isdisjoint((alias, ""))
 
     def sources(self, candidates: Sequence[Candidate]) -> Mapping[str, Candidate]:
         """The sources by their aliases, with their columns. Raises ``ConfigError``."""
         names = _aliases(candidates)
-        unknown = {text.rpartition("=")[0] for text in self.column or ()} - {"", *names}
+        unknown = {*self.named} - {"", *names}
         if unknown:
             raise ConfigError(
                 f"--column {min(unknown)}=…: no source has this alias; expected one of {', '.join(names)}"
             )
         columns = map(self.column_of, candidates, names)
-        return {
-            alias: replace(each, spec=replace(each.spec, column=column))
-            for alias, each, column in zip(names, candidates, columns, strict=True)
-        }
+        return {alias: each.with_column(column) for alias, each, column in zip(names, candidates, columns, strict=True)}
 
     def column_of(self, candidate: Candidate, alias: str) -> str:
         """Which column of a source is read. Raises ``ConfigError`` where that does not show."""
-        if CONVERSATIONS in candidate.columns and not {*COLUMNS} & {*candidate.columns}:
+        if not self.is_named(alias) and _has_chats(candidate) and not {*COLUMNS} & {*candidate.columns}:
             return CONVERSATIONS
-        named = {of: name for of, _, name in (text.rpartition("=") for text in self.column or ())}
         readable = [name for name, content in candidate.columns.items() if content is not None]
         usual = [name for name in COLUMNS if name in readable] or readable
-        column = named.get(alias, named.get("", usual[0] if len(usual) == 1 else ""))
+        column = self.named.get(alias, self.named.get("", usual[0] if len(usual) == 1 else ""))
         return column or _ask(
             f"{alias}: the column that is read ({', '.join(usual)})",
             missing=f"{alias}: found no single column to read: its columns are {', '.join(candidate.columns)}, and "
@@ -124,8 +130,7 @@ class Measured:
     """What the sources hold, by alias, as far as samples of them tell."""
 
     vocab_size: int
-    documents: Mapping[str, int]
-    tokens: Mapping[str, int]
+    curves: Mapping[str, TokenCurve]
 
 
 @given_up_soon()
@@ -165,7 +170,11 @@ def init(
     try:
         with console(stderr=True).status("opening sources and tokeniser") as status:
             sources, measured = _looked_into(
-                sources, lambda sources: text_of(sources)[1], base_dir, lambda name: status.update(f"measuring {name}")
+                sources,
+                lambda sources: text_of(sources)[1],
+                base_dir,
+                lambda name: status.update(f"measuring {name}"),
+                answers.is_named,
             )
         text, _ = text_of(sources, measured)
     except TokenloomError as error:
@@ -192,30 +201,28 @@ def _looked_into(
     run_of: Callable[[Mapping[str, Candidate]], RunConfig],
     base_dir: Path,
     measuring: Callable[[str], object],
+    is_named: Callable[[str], bool],
 ) -> tuple[Mapping[str, Candidate], Measured]:
-    """The sources, those of plain text with rows that are documents, and what they hold. Raises what keeps a run from
-    beginning."""
+    """The sources, those of plain text with rows that are documents where nobody named them, and what they hold. Raises
+    what keeps a run from beginning."""
     from tokenloom_server.order import builder
     from tokenloom_server.order.size_estimates import measure
     from tokenloom_server.planning.contents import rows_of_text
 
     factory = builder.create(run_of(sources), base_dir, None)
-    rows = dict(rows_of_text(factory))
+    rows = {
+        alias: sources[alias].with_column(column)
+        for alias, column in rows_of_text(factory)
+        if column != sources[alias].spec.column and not is_named(alias)
+    }
     if rows:
-        sources = {
-            alias: replace(each, spec=replace(each.spec, column=rows.get(alias, each.spec.column)))
-            for alias, each in sources.items()
-        }
+        sources = {**sources, **rows}
         factory = builder.create(run_of(sources), base_dir, None)
     curves = {}
     for source in factory.config.sources:
         measuring(source.name)
         curves[source.name] = measure(factory, source.id)
-    return sources, Measured(
-        factory.record.vocab_size,
-        {alias: curve.epoch_rows for alias, curve in curves.items()},
-        {alias: curve.epoch_tokens for alias, curve in curves.items()},
-    )
+    return sources, Measured(factory.record.vocab_size, curves)
 
 
 def _check_output(output: Path, schema: Path, schema_content: str, force: bool) -> None:
@@ -279,10 +286,21 @@ def _left_out(survey: Survey) -> str:
 
 def _contents(candidate: Candidate, alias: str, measured: Measured | None) -> str:
     files = f"{candidate.files} file{'s' * (candidate.files > 1)}, {candidate.size / 1e6:,.2f} MB"
-    if measured is None or not (documents := measured.documents[alias]):
+    if measured is None or not (tokens := measured.curves[alias].epoch_tokens):
         return files
-    tokens = measured.tokens[alias]
+    documents = measured.curves[alias].epoch_rows
     return f"{files}, about {documents:,} documents of {max(1, round(tokens / documents)):,} tokens, {tokens:,} in all"
+
+
+def _has_chats(candidate: Candidate) -> bool:
+    """Whether there is a column of conversations, which is no text."""
+    from tokenloom_server.sources.base import Content
+
+    return candidate.columns.get(CONVERSATIONS, Content.TEXT) is None
+
+
+def _is_chat(candidate: Candidate) -> bool:
+    return candidate.spec.column == CONVERSATIONS and _has_chats(candidate)
 
 
 def _row_note(candidate: Candidate) -> str:
@@ -311,7 +329,10 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
     texts and numbers are YAML's."""
     from tokenloom_server.sources.endings import codec_of
 
-    sizes = {alias: source.size for alias, source in sources.items()} if measured is None else measured.tokens
+    if measured is None:
+        sizes = {alias: source.size for alias, source in sources.items()}
+    else:
+        sizes = {alias: curve.epoch_tokens for alias, curve in measured.curves.items()}
     total = sum(sizes.values()) or 1
     lines = [
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
@@ -333,7 +354,7 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
             f"    - source: {json.dumps(str(source.spec), ensure_ascii=False)}",
             f"      alias: {json.dumps(alias, ensure_ascii=False)}",
             f"      weight: {max(sizes[alias] / total, 0.001):.3g}",
-            *["      template: chat  # the tokeniser's own"] * (source.spec.column == CONVERSATIONS),
+            *["      template: chat  # the tokeniser's own"] * _is_chat(source),
             "      epochs: 1  # read once; .inf: again and again",
             f"      shuffle: {'rows' if codec_of(source.spec.location) is None else 'shards'}",
         ]

@@ -10,7 +10,7 @@ from tokenloom_server.cli.common import console, print_json
 from tokenloom_server.cli.options import ReadAccess, Url
 
 if TYPE_CHECKING:
-    from tokenloom_server.tools.peek.view import PeekView
+    from tokenloom_server.tools.peek.stream import PeekView
 
 
 def peek(
@@ -40,9 +40,9 @@ def peek(
 
     Text is the run's tokeniser's, control characters escaped; without a tokeniser, ids are shown.
     """
-    from tokenloom_server.tools.peek import view as viewing
+    from tokenloom_server.tools.peek import stream
 
-    view = viewing.peek(access.servers(url), at, samples)
+    view = stream.peek(access.servers(url), at, samples)
     if as_json:
         for sample in view.samples:
             print_json(sample.document(view.decode))

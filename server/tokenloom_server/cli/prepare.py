@@ -20,7 +20,7 @@ from tokenloom_server.errors import ConfigError
 if TYPE_CHECKING:
     from tokenloom_server.prepare.job import Job
     from tokenloom_server.prepare.preparer import Done, MakeAll
-    from tokenloom_server.sources.transform import Transform
+    from tokenloom_server.workers.processes import Transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _ShardOptions:
         """The function of --transform, until the end. Raises ``ConfigError`` where it cannot be imported."""
         if self.transform is None:
             return nullcontext()
-        from tokenloom_server.sources.transform import Transform
+        from tokenloom_server.workers.processes import Transform
 
         return closing(Transform(self.transform, seconds=self.transform_seconds, memory_mb=self.transform_mb))
 
@@ -116,8 +116,8 @@ class _ClusterOptions:
                 raise ConfigError("--ray-cpus, --ray-memory and --ray-resource belong to --ray: give it, too")
             yield None
             return
-        from tokenloom_server.cluster.connection import Needs, connect
-        from tokenloom_server.cluster.preparing import OnRay
+        from tokenloom_server.workers.cluster.connection import Needs, connect
+        from tokenloom_server.workers.cluster.preparing import OnRay
 
         needs = Needs(self.ray_cpus, self.ray_memory, amounts("--ray-resource", self.ray_resource))
         address, cpus = local_cpus("--ray", self.ray)

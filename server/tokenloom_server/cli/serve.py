@@ -31,7 +31,7 @@ from tokenloom_server.errors import ConfigError
 if TYPE_CHECKING:
     from tokenloom_server.api.auth import Access
     from tokenloom_server.api.server import ServeOptions
-    from tokenloom_server.cluster.readers.link import ReaderOptions
+    from tokenloom_server.workers.cluster.readers.link import ReaderOptions
 
 #: ``tokenloom`` with this command alone.
 app = App()
@@ -220,8 +220,8 @@ class Readers:
     def options(self, storage_timeout: float) -> ReaderOptions | None:
         """What is asked for. Raises ``ConfigError``."""
         from tokenloom_server.cli.options import amounts, local_cpus
-        from tokenloom_server.cluster.connection import Needs
-        from tokenloom_server.cluster.readers.link import ReaderOptions
+        from tokenloom_server.workers.cluster.connection import Needs
+        from tokenloom_server.workers.cluster.readers.link import ReaderOptions
 
         if self.readers is None:
             return None

@@ -54,7 +54,7 @@ def validate(
     from tokenloom_server.order import builder
     from tokenloom_server.order.notes import begin_notes, label_notes
     from tokenloom_server.order.segments import lay, measured_ahead, refuse_unfilled
-    from tokenloom_server.run.streams import Streams
+    from tokenloom_server.run.evaluation_streams import EvaluationStreams
 
     set_up_logging("warning")
     out = console(stderr=print_file)
@@ -70,7 +70,7 @@ def validate(
         refuse_unfilled(lay(factory, (), None, 0))
         samples = factory.pipeline(factory.initial())
         samples.advance(run_config.pick_samples)
-        streams = Streams.checked(factory, run_config)
+        streams = EvaluationStreams.checked(factory, run_config)
     if full:
         _compare_all(out, factory.record.manifest, base_dir, record=record)
     out.print(_sources(factory))

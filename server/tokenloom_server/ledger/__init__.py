@@ -7,7 +7,7 @@ Who writes, and what a write has to name:
 
 | command | written by | names |
 |---|---|---|
-| Create | ``Ledger.create_run``: ``api.bring_up``, ``run.leadership``, ``run.streams`` | a run that is not there yet |
+| Create | ``Ledger.create_run``: ``api.bring_up``, ``run.leadership``, ``run.evaluation_streams`` | a new run |
 | Import | ``tools.ledger_backup``, ``tools.ledger_copy`` | a whole run, from elsewhere |
 | Move | ``tools.ledger_copy`` | server epoch; where the run is from now on |
 | Acquire | ``run.leadership``, ``tools.ledger_copy`` | its holder; gives the next server epoch |
@@ -17,5 +17,5 @@ Who writes, and what a write has to name:
 | Commit, ThinJournal | ``run.committer`` | server epoch; a commit its generation, too |
 | Revise, DropRevisions | ``run.revise`` | server epoch |
 | Pin | ``run.pins`` | server epoch |
-| SaveSnapshot | ``replay.saved_snapshots`` | the run's uid: it changes neither the committed state nor the lease |
+| SaveSnapshot | ``run.snapshots`` | the run's uid: it changes neither the committed state nor the lease |
 """

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from functools import partial
+from typing import Any, TypeVar
 
 from tokenloom_proto.threads import pool
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import SourceState, State
-from tokenloom_server.order import readahead
 from tokenloom_server.order.pipeline import Pipeline, Switch, initial_state
-from tokenloom_server.order.readahead import LazyPacker, Pools, ReadAhead
 from tokenloom_server.order.readers import SourceReaders
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import Readers, RunResources
@@ -32,14 +32,13 @@ from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.wrapped import SourceWithLossMask, TimedSource
 from tokenloom_server.storage.urls import is_remote
-from tokenloom_server.tokenizer.chat import ChatEncoder
-from tokenloom_server.tokenizer.crash_child import ChildEncoder
-from tokenloom_server.tokenizer.crash_guard import CrashGuardEncoder
-from tokenloom_server.tokenizer.crash_records import AllSuspected
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder, ReadyEncoder
 from tokenloom_server.tokenizer.engine import TokenizersEngine
 from tokenloom_server.tokenizer.masked import MaskedEncoder
-from tokenloom_server.tokenizer.transformed import TransformEncoder
+from tokenloom_server.workers.chats import ChatEncoder
+from tokenloom_server.workers.crash_guard import CrashGuard, EngineDescription
+from tokenloom_server.workers.threads import OPENING_THREADS, LazyPacker, Pools, ReadAhead, block_threads
+from tokenloom_server.workers.transformed import TransformEncoder
 
 #: Texts of a source that are encoded together, about, and of all sources: what lies ready in tokens has half of it,
 #: twice for each source.
@@ -49,11 +48,14 @@ ALL_JOINED_BYTES = 1 << 26
 #: Ids that all sources together have ready at most, about: each has its part of them, of which samples are made.
 ALL_CHUNK_TOKENS = 1 << 28
 
+_Documents = TypeVar("_Documents", bound=Documents)
+
 
 class PipelineFactory:
     """Makes pipelines, and their parts, from one record. They are independent of each other."""
 
-    def __init__(self, record: RunRecord, resources: RunResources) -> None:
+    def __init__(self, record: RunRecord, resources: RunResources, *, apart: bool = False) -> None:
+        self._apart = apart
         self.record = record
         self.resources = resources
         self.readers = SourceReaders(record, resources)
@@ -92,6 +94,15 @@ class PipelineFactory:
             size_estimates=self.record.size_estimates,
         )
 
+    def sample_form(self) -> dict[str, Any]:
+        """What a model has to fit, as a run's stats and the answer to a Join name it."""
+        return {
+            "sequence_length": self.config.sequence_length,
+            "vocab_size": self.record.vocab_size,
+            "pad_id": self.config.pad_id,
+            "end_of_text_id": self.record.end_of_text_id,
+        }
+
     def real_tokens(self) -> RealTokens:
         """What counts the tokens and labels of samples."""
         of_rows = self.config.batching is not None
@@ -107,8 +118,8 @@ class PipelineFactory:
         pools = None
         if ahead and (has_engine or any(remote)):
             pools = Pools(
-                pool(readahead.OPENING_THREADS, "open", self.name),
-                pool(readahead.threads(waits=any(remote) or readers is not None), "ahead", self.name),
+                pool(OPENING_THREADS, "open", self.name),
+                pool(block_threads(waits=any(remote) or readers is not None), "ahead", self.name),
             )
 
         def packer(source_id: int, source_state: SourceState) -> Packer:
@@ -135,18 +146,21 @@ class PipelineFactory:
         if any(source.is_chat for source in self.config.sources[first:]):
             self.resources.chats(self.record)
 
-    def documents(self, source_id: int, *, joined: bool = True, apart: bool = False) -> Documents:
-        """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time.
-        ``apart``: see ``encoder``."""
-        return self._documents(source_id, self.readers.open(source_id), joined=joined, apart=apart)
+    def apart(self) -> PipelineFactory:
+        """A factory with which each text is encoded in a process of its own, which may die of it."""
+        return PipelineFactory(self.record, self.resources, apart=True)
 
-    def all_rows(self, source_id: int, reader: Source, encoder: Encoder, *, joined: bool) -> Documents:
+    def documents(self, source_id: int, reader: Source | None = None, *, joined: bool = True) -> Documents:
+        """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time."""
+        return self._documents(source_id, reader or self.readers.open(source_id), joined=joined)
+
+    def all_rows(self, kind: type[_Documents], source_id: int, reader: Source, *, joined: bool) -> _Documents:
         """The rows of a source's files as tokens, file by file: none left out or rearranged, any number of them bad."""
         source = self.config.sources[source_id]
-        return Documents(
+        return kind(
             source.source,
             self.readers.kept(source_id, reader),
-            encoder,
+            self.encoder(source_id, reader),
             math.inf,
             joined_bytes=self._joined_bytes(source) if joined else 0,
             joins_at_once=True,
@@ -247,14 +261,13 @@ class PipelineFactory:
         lane: tuple[int, int] = (0, 1),
         *,
         joined: bool = True,
-        apart: bool = False,
         readers: Readers | None = None,
     ) -> Documents:
         source = self.config.sources[source_id]
         ready = None
         if readers is not None:
             ready = readers.source(self.record, self.resources, source_id, reader)
-        rows, encoder = (ready, ReadyEncoder()) if ready is not None else self._read_here(source_id, reader, apart)
+        rows, encoder = (ready, ReadyEncoder()) if ready is not None else self._read_here(source_id, reader)
         excluded = self.record.excluded.of(source.source)
         seen = self.readers.seen(source_id, reader)
         return Documents(
@@ -275,11 +288,11 @@ class PipelineFactory:
             announce=ready.announce if ready is not None else None,
         )
 
-    def _read_here(self, source_id: int, reader: Source, apart: bool) -> tuple[Source, Encoder]:
+    def _read_here(self, source_id: int, reader: Source) -> tuple[Source, Encoder]:
         """A source's rows as this process reads them, and what makes tokens of them."""
         source, io_stats = self.config.sources[source_id], self.resources.io_stats
         timed: Source = TimedSource(reader, io_stats, source.spec)
-        encoder = self.encoder(source_id, reader, apart=apart)
+        encoder = self.encoder(source_id, reader)
         if source.loss_mask is not None:
             mask = TimedSource(self.readers.open_mask(source_id, reader, source.loss_mask), io_stats, source.spec)
             timed = SourceWithLossMask(timed, mask)
@@ -310,16 +323,15 @@ class PipelineFactory:
             eot_id=self.record.end_of_text_id,
         )
 
-    def encoder(self, source_id: int, reader: Source, *, apart: bool = False) -> Encoder:
-        """What makes tokens of a source's rows, for a reader of it. ``apart``: each text is encoded in a process of
-        its own, which may die of it."""
-        encoder, name = self._encoder(source_id, reader, apart), self.config.sources[source_id].transform
+    def encoder(self, source_id: int, reader: Source) -> Encoder:
+        """What makes tokens of a source's rows, for a reader of it."""
+        encoder, name = self._encoder(source_id, reader), self.config.sources[source_id].transform
         return encoder if name is None else TransformEncoder(self.resources.transform(name), encoder)
 
-    def _encoder(self, source_id: int, reader: Source, apart: bool) -> Encoder:
+    def _encoder(self, source_id: int, reader: Source) -> Encoder:
         record, config = self.record, self.config
         source, engine = config.sources[source_id], self.resources.engine(record)
-        around = partial(
+        encoder = partial(
             DocumentEncoder,
             vocab_size=record.vocab_size,
             bos_id=record.begin_of_text_id if config.adds_bos(source) else None,
@@ -328,31 +340,27 @@ class PipelineFactory:
             skip_bad=config.skips_bad_rows(source),
         )
         if source.is_chat:
-            masked = MaskedEncoder(around(None), source.spec.column, adds_bos=config.adds_bos(source))
+            masked = MaskedEncoder(encoder(None), source.spec.column, adds_bos=config.adds_bos(source))
             return ChatEncoder(self.resources.chats(record), masked, skip_bad=config.skips_bad_rows(source))
-        crash_records = AllSuspected() if apart else self.resources.crash_records(record)
-        if (
-            engine is None
-            or record.serving_engine is None
-            or crash_records is None
-            or reader.content is not Content.TEXT
-        ):
-            return around(engine)
+        crash_records = None if self._apart else self.resources.crash_records(record)
+        is_guarded = self._apart or crash_records is not None
+        if engine is None or record.serving_engine is None or reader.content is not Content.TEXT or not is_guarded:
+            return encoder(engine)
         assert config.tokenizer is not None
-        child = ChildEncoder(
-            tokenizer=config.tokenizer,
-            base_dir=self.resources.base_dir,
-            record=record.serving_engine,
-            special_tokens_in_text=config.special_tokens_in_text,
-            chat=config.has_chats,
+        description = EngineDescription(
+            config.tokenizer,
+            str(self.resources.base_dir),
+            config.has_chats,
+            config.special_tokens_in_text,
+            astuple(record.serving_engine),
         )
-        return CrashGuardEncoder(
-            around,
+        guard = CrashGuard(
             engine,
-            child,
+            description,
             crash_records,
             source_id=source_id,
             spec=source.source,
             shard_paths=record.shard_paths[source_id],
             skip_bad=config.skips_bad_rows(source),
         )
+        return encoder(engine, guard=guard)

@@ -1,16 +1,14 @@
-"""The samples of an order once more, from a state that is known: peeks, traces, receipts, evaluations and snapshots go
-forward with it.
+"""The samples of an order once more, from a state that is known: what all who look at the past, or evaluate, read.
 
-This module makes the samples. Each of those decides on which thread it does so and for how long it may take.
+This module makes the samples; ``run.past`` decides on which thread, and for how long it may take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
-from tokenloom_server.core import caller
 from tokenloom_server.core.state import State
-from tokenloom_server.errors import BeyondHorizon, OrderMismatch, ServerStopping, SourceError, TokenizerError
+from tokenloom_server.errors import BeyondHorizon, OrderMismatch, SourceError, TokenizerError
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
@@ -69,16 +67,20 @@ class Replay:
         pick = factory.config.pick_samples
         return max(1, TURN_BYTES // (pick * factory.form.sample_bytes)) * pick
 
-    def forward(self, index: int, report: Callable[[], None] = lambda: None) -> State:
-        """Goes all the way to a sample index, or as far as the data go; returns the state there. ``report`` is called
-        before each turn. Raises ``SourceError`` and ``TokenizerError``, and ``ServerStopping`` where nobody waits for
-        it any more."""
+    def forward(self, index: int) -> State:
+        """Goes all the way to a sample index, or as far as the data go; returns the state there. Raises ``SourceError``
+        and ``TokenizerError``."""
         while self.is_before(index):
-            report()
-            if caller.has_gone():
-                raise ServerStopping(f"nobody waits any more for sample {index}, and {self.sample_index} is reached")
             self.turn(index)
         return self.state()
+
+    def groups(self, end: int) -> Iterator[StepGroup]:
+        """The samples before an index, one pick a micro-step; each group lies in one segment of the timeline. Ends
+        where the data end, or samples have another length. Raises what ``samples`` does."""
+        while self.is_before(end):
+            begin, segment_end = self.sample_index, self.timeline.segment_end(self.sample_index)
+            pick = self.timeline.at(begin).config.pick_samples
+            yield self.samples(pick, -(-(min(end, segment_end) - begin) // pick))
 
     def samples(self, batch_size: int, steps: int) -> StepGroup:
         """The next micro-steps of a world of one; fewer where the data end, or a fault lies ahead. Raises

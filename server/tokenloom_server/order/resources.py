@@ -18,7 +18,6 @@ from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, reason
-from tokenloom_server.order import readahead
 from tokenloom_server.order.readers_stats import ReadersStats
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.packing.buckets import Epochs
@@ -27,13 +26,13 @@ from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.manifest import Manifest
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.sources.transform import Transform
 from tokenloom_server.storage.io_stats import IoStats
-from tokenloom_server.tokenizer.chat_processes import ChatProcesses
 from tokenloom_server.tokenizer.choose import load_engine
-from tokenloom_server.tokenizer.crash_records import CrashRecords
 from tokenloom_server.tokenizer.engine import Engine
-from tokenloom_server.tokenizer.engine_pool import EnginePool
+from tokenloom_server.workers.chats import Chats
+from tokenloom_server.workers.crash_records import CrashRecords
+from tokenloom_server.workers.processes import Transform
+from tokenloom_server.workers.threads import EnginePool, block_threads
 
 _log = logging.getLogger(__name__)
 
@@ -109,9 +108,9 @@ class RunResources:
         #: Which share of a source's labels counts, by spec; None where it gives no samples.
         self.label_shares: Cache[float | None] = Cache()
         # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
-        self._encoders = encoders or readahead.threads() + 1
+        self._encoders = encoders or block_threads() + 1
         self._engines: Cache[Engine] = Cache()
-        self._chats: Cache[ChatProcesses] = Cache()
+        self._chats: Cache[Chats] = Cache()
         self._transforms: Cache[Transform] = Cache()
         self._crash_records: Cache[CrashRecords | None] = Cache()
 
@@ -131,10 +130,10 @@ class RunResources:
         load = partial(load_engine, record.tokenizer, record.serving_engine, record.config.special_tokens_in_text)
         return self._engines.get(record.serving_engine, lambda: EnginePool(load, self._encoders))
 
-    def chats(self, record: RunRecord) -> ChatProcesses:
+    def chats(self, record: RunRecord) -> Chats:
         """What renders and encodes the run's conversations, for all pipelines. Raises ``TokenizerError``."""
         assert record.tokenizer is not None
-        return self._chats.get(record.tokenizer.digest, partial(ChatProcesses, record.tokenizer))
+        return self._chats.get(record.tokenizer.digest, partial(Chats, record.tokenizer))
 
     def transform(self, name: str) -> Transform:
         """A user's function, for all pipelines. Raises ``ConfigError`` where it cannot be imported."""

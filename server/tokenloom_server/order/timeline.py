@@ -11,9 +11,11 @@ from functools import cache, cached_property, partial
 from itertools import count, zip_longest
 from typing import Any, NamedTuple
 
+from tokenloom_proto.seal import canonical
+
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core import caller
-from tokenloom_server.core.state import State, passed_over
+from tokenloom_server.core.state import MAX_COUNTER, State, passed_over
 from tokenloom_server.errors import BeyondHorizon, ServerStopping, SnapshotInvalid
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import snapshot, snapshot_checks, snapshot_encode, state_shape
@@ -102,6 +104,22 @@ class Timeline:
         same = tuple(revisions) == self.revisions
         return self if same else Timeline(self.first, revisions, self.origin, self.clock_offset)
 
+    def skipping(self, skips: Sequence[tuple[int, int]], sample_index: int, made_at: float = 0.0) -> Timeline:
+        """The timeline where these, and no others, are passed over, by a revision at a sample index."""
+        revision = StoredRevision(
+            number=len(self.revisions) + 1,
+            sample_index=sample_index,
+            made_at=made_at,
+            author="",
+            reason="a restore",
+            content=canonical(skip_content(dict(skips))),
+        )
+        return self.with_revisions((*self.revisions, revision))
+
+    def before_skip(self, sample_index: int) -> Timeline:
+        """The timeline where nothing is passed over at a sample index."""
+        return self.skipping([skip for skip in self.skips.items() if skip[0] != sample_index], sample_index)
+
     def with_origin(self, origin: Origin | None) -> Timeline:
         """The timeline of a run that was forked, or was not."""
         return self if origin == self.origin else Timeline(self.first, self.revisions, origin, self.clock_offset)
@@ -120,6 +138,11 @@ class Timeline:
     def at(self, sample_index: int) -> PipelineFactory:
         """What makes the sample at an index."""
         return self._segment(sample_index).factory
+
+    def segment_end(self, sample_index: int) -> int:
+        """Where the segment of a sample ends."""
+        after = bisect_right(self._begins, sample_index)
+        return self._begins[after] if after < len(self._begins) else MAX_COUNTER
 
     def tokens_at(self, sample_index: int) -> int:
         """The run's total tokens before the sample at an index."""
@@ -146,7 +169,7 @@ class Timeline:
             return replace(self.at(0).initial(), total_tokens=self.clock_offset, clock_offset=self.clock_offset)
         if origin.state:
             return self.decode(origin.state)
-        # Of use for figures alone: nobody can begin there (see ``PastStates.beginning``).
+        # Of use for figures alone: nobody can begin there (see ``ResumePoints.beginning``).
         return replace(
             self.at(0).initial(),
             sample_index=origin.sample_index,

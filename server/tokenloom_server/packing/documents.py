@@ -240,13 +240,13 @@ class Documents:
         for rows in self._rows(part.number, part.row, part.end):
             fault = None
             try:
-                tokenized = self._tokenized(part.epoch, part.number, rows)
+                tokenized = self.tokenized(part.epoch, part.number, rows)
             except TokenizerError as error:
                 if not error.at:
                     raise
                 # What lies before the row goes out, so that the run stops at one sample from wherever it is read.
                 before = rows.cut(0, error.at)
-                tokenized, fault = self._tokenized(part.epoch, part.number, before), error
+                tokenized, fault = self.tokenized(part.epoch, part.number, before), error
             del rows
             tokenized = self._leave_out_excluded(tokenized, part.mark_excluded, part.row if part.begun else None)
             chunks = columns.let_go([tokenized] if self._late is None else tokenized.chunks(self._chunk_tokens))
@@ -297,12 +297,12 @@ class Documents:
         while portion:
             shard, rows = portion.popleft()
             begun_row = None if begun is None else rows.first_row + begun - before
-            tokens = self._tokenized(epoch, shard, rows)
+            tokens = self.tokenized(epoch, shard, rows)
             tokenized.append(self._leave_out_excluded(tokens, mark_excluded, begun_row))
             before += len(rows.column)
         return tokenized
 
-    def _tokenized(self, epoch: int, shard: int, rows: Rows) -> TokenizedRows:
+    def tokenized(self, epoch: int, shard: int, rows: Rows) -> TokenizedRows:
         """The tokens of rows; ids as they lie in files where they are bounded later."""
         where = f"{self.name}: {self.path(shard)}"
         try:

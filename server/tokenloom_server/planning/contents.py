@@ -21,7 +21,7 @@ DOCUMENT_BYTES = 64 << 20
 def rows_of_text(factory: PipelineFactory) -> Iterator[tuple[str, str]]:
     """The alias of each source of plain text, which is read by lines, and the column that makes documents its rows."""
     for source in factory.config.sources:
-        if isinstance(source.spec.scheme, TxtScheme):
+        if isinstance(source.spec.scheme, TxtScheme) and source.spec.column == COLUMN:
             yield source.name, _row_of(factory.readers.open(source.id))
 
 

@@ -21,7 +21,7 @@ from tokenloom_server.order import builder
 from tokenloom_server.prepare.shards import ShardFormat
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import in_threads
-from tokenloom_server.sources.transform import Transform
+from tokenloom_server.workers.processes import Transform
 
 #: Version of the files that a folder of prepared shards has beside these.
 FORMAT = 1

@@ -25,10 +25,10 @@ from tokenloom_server.prepare.shards import COLUMN, ShardFormat, ShardWriter
 from tokenloom_server.prepare.transformed import read_transformed
 from tokenloom_server.sources import short_form
 from tokenloom_server.sources.base import Content
-from tokenloom_server.sources.transform import Transform
 from tokenloom_server.storage.drafts import checksum
 from tokenloom_server.storage.folder import Folder
 from tokenloom_server.tokenizer.files import BYTES_TOKENIZER, FILES, TOKENIZER_FILE, tokenizer_file
+from tokenloom_server.workers.processes import Transform
 
 _log = logging.getLogger(__name__)
 
@@ -121,8 +121,6 @@ class Maker:
     order: PipelineFactory
     form: ShardFormat
     transform: Transform | None
-    apart: bool = False
-    """Whether each text is encoded in a process that may die of it."""
 
     def make(self, task: Task, path: Path, on_rows: OnRows) -> Shard:
         """Writes a task's shard, and logs the first bad row in it. ``on_rows`` is called as rows are written.
@@ -146,15 +144,13 @@ class Maker:
 
     def _read(self, task: Task) -> Iterator[tuple[int, TokenizedRows]]:
         """A task's rows, some at a time: how many are read, and what becomes of them."""
-        reader = self.order.readers.open(task.source)
-        if self.transform is not None and reader.content is Content.TEXT:
-            encoder = self.order.encoder(task.source, reader, apart=self.apart)
-            spec = self.order.config.sources[task.source].source
-            for ranges in task.ranges:
-                yield from read_transformed(reader, encoder, self.transform, spec, *ranges)
-            return
         # Where a record batch ends follows from the pieces, and from nothing else: shards are compared by checksum.
-        documents = self.order.documents(task.source, joined=False, apart=self.apart)
+        reader = self.order.readers.open(task.source)
+        documents = self.order.documents(task.source, reader, joined=False)
+        if self.transform is not None and reader.content is Content.TEXT:
+            for ranges in task.ranges:
+                yield from read_transformed(reader, documents, self.transform, *ranges)
+            return
         for part, row, count in task.ranges:
             for rows in documents.read_part(part, row, count):
                 yield len(rows.ends), rows

@@ -1,6 +1,5 @@
-"""The past of a run, made again: peeks, traces, receipts, snapshots to restore, and samples to evaluate on.
+"""What people and evaluations read of a run's samples: peeks, traces, receipts, and samples to evaluate on.
 
-Enters: a sample index, and the states that the run's ledger holds. ``order.replay`` goes forward from there; ``past``
-owns the queue and the states known between. Leaves: samples, their documents, and what a run has to show for its data.
-It writes two things to the ledger: snapshots that are saved, and the pin that says where the next generation starts.
+Enters: a sample index. ``run.past`` finds the nearest state and goes forward, ``order.replay`` makes the samples.
+Leaves: samples, their documents, and what a run has to show for its data. Nothing is written.
 """

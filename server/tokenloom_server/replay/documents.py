@@ -4,7 +4,7 @@ more from the cursors before them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -33,25 +33,21 @@ class SourceSamples(NamedTuple):
     steps: Sequence[int]
 
 
-def by_source(group: StepGroup) -> list[SourceSamples]:
-    """The samples of a group, of one rank and one pick a micro-step."""
-    picks = group.source_ids[0, : len(group.marks), 0]
-    return [
-        SourceSamples(source, group.base.sources[source], np.flatnonzero(picks == source).tolist())
-        for source in np.unique(picks).tolist()
-    ]
-
-
 def explain(
-    factory: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
-) -> list[TracedSample]:
-    """The samples of one source with their documents, and without their places: those are a generation's.
+    factory: PipelineFactory, group: StepGroup, decode: Decode | None, with_text: bool
+) -> Iterator[list[TracedSample]]:
+    """The samples of a group, of one rank and one pick a micro-step, source by source, with their documents and without
+    their places: those are a generation's.
 
     ``with_text``: their ids come too, and with ``decode`` the text. Raises ``OrderMismatch`` where the rows have other
     tokens than the samples, and what reading them raises.
     """
     explained = _of_tokens if factory.config.batching is None else _of_rows
-    return explained(factory, group, samples, decode, with_text)
+    picks = group.source_ids[0, : len(group.marks), 0]
+    for source in np.unique(picks).tolist():
+        steps = np.flatnonzero(picks == source).tolist()
+        samples = SourceSamples(source, group.base.sources[source], steps)
+        yield explained(factory, group, samples, decode, with_text)
 
 
 def _of_tokens(
@@ -81,7 +77,7 @@ def _of_tokens(
                     shard=paths[span.shard],
                     shard_index=span.shard,
                     fim=span.middle,
-                    text=decode(span.ids.tolist()) if decode is not None and with_text else None,
+                    text=decode(span.ids.tolist()) if decode is not None else None,
                     parts=_parts(span.ids.tolist(), counted, decode) if with_text and not counted.all() else None,
                 )
             )

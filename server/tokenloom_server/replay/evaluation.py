@@ -19,11 +19,10 @@ from tokenloom_proto.threads import pool
 from tokenloom_server.core import caller
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, LimitExceeded, NotFound, OrderMismatch, ServerStopping
-from tokenloom_server.order.steps import PADDING
 from tokenloom_server.replay.stream_samples import Sample, StreamSamples
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import EndOfData, Waiting
-from tokenloom_server.run.streams import Streams
+from tokenloom_server.run.evaluation_streams import EvaluationStreams
 
 #: Of all streams of a run together, the bytes of samples that are kept.
 MAX_KEPT_BYTES = 2**28
@@ -57,32 +56,30 @@ class Slice(NamedTuple):
     #: By micro-step, over all ranks: real tokens and labels.
     real: Sequence[tuple[int, int]]
     rank: int
-    #: By micro-step and place in the batch; None for padding.
-    samples: Sequence[Sample | None]
-    #: What stands for padding.
-    padding: bytes
+    #: By micro-step and place in the batch.
+    samples: Sequence[Sample]
 
     @property
     def ids(self) -> bytes:
         """All samples', one after the other."""
-        return b"".join(self.padding if sample is None else sample.ids for sample in self.samples)
+        return b"".join(sample.ids for sample in self.samples)
 
     @property
     def source_ids(self) -> list[int]:
         """By micro-step and place in the batch."""
-        return [PADDING if sample is None else sample.source_id for sample in self.samples]
+        return [sample.source_id for sample in self.samples]
 
     @property
     def starts(self) -> tuple[list[int], list[int]]:
         """How many documents begin in each sample, and their places there."""
-        starts = [[] if sample is None else sample.starts.tolist() for sample in self.samples]
-        return list(map(len, starts)), [start for of_one in starts for start in of_one]
+        starts = [sample.starts.tolist() for sample in self.samples]
+        return list(map(len, starts)), [start for own in starts for start in own]
 
 
 class Evaluations:
     """All evaluations of one run. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, streams: Streams) -> None:
+    def __init__(self, coordinator: RunCoordinator, streams: EvaluationStreams) -> None:
         self._coordinator = coordinator
         self.streams = streams
         self._lock = threading.Lock()
@@ -139,9 +136,9 @@ class Evaluations:
         with self._lock:
             self._stopping = True
             streams = list(self._samples.values())
-            self._pool.shutdown(wait=False, cancel_futures=True)
         for stream in streams:
             stream.stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _find(self, call: EvaluationCall) -> StreamSamples:
         self._coordinator.require_lead()
@@ -158,9 +155,7 @@ class Evaluations:
                     factory = self.streams.factory(call.stream)
                 except ConfigError as error:
                     raise JoinRefused(f"stream {call.stream!r} cannot be opened: {error}") from None
-                stream = self._samples[call.stream] = StreamSamples(
-                    call.stream, factory, self._pool, self._require_room, self._add_bytes
-                )
+                stream = self._samples[call.stream] = StreamSamples(call.stream, factory, self._pool, self._take_room)
         step_bytes = call.batch_size * stream.factory.form.sample_bytes
         if call.batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
@@ -169,18 +164,15 @@ class Evaluations:
             )
         return stream
 
-    def _require_room(self, size: int) -> None:
+    def _take_room(self, size: int) -> None:
         with self._lock:
-            if self._bytes + size <= MAX_KEPT_BYTES:
+            if size <= 0 or self._bytes + size <= MAX_KEPT_BYTES:
+                self._bytes += size
                 return
         raise LimitExceeded(
             f"the samples that run {self._coordinator.name!r} is evaluated on would have more than {MAX_KEPT_BYTES} "
             "bytes, and the server keeps them in memory: ask for fewer (samples=)"
         )
-
-    def _add_bytes(self, size: int) -> None:
-        with self._lock:
-            self._bytes += size
 
     def _forget(self, stream: StreamSamples) -> None:
         """Makes room: who asked for too much gets nothing of it."""
@@ -264,10 +256,7 @@ class Evaluation:
         end = min(total, begin + self._message_steps * step, max(self._credit, begin + step))
         begins = range(begin, end, step)
         ends = [min(first + step, total) for first in begins]
-        samples: list[Sample | None] = []
-        for first in begins:
-            own = range(first + call.rank * call.batch_size, first + (call.rank + 1) * call.batch_size)
-            samples += [stream.sample(i) if i < total else None for i in own]
+        places = [first + call.rank * call.batch_size + place for first in begins for place in range(call.batch_size)]
         self._index = ends[-1]
         return Slice(
             begin=begin,
@@ -277,8 +266,7 @@ class Evaluation:
             digests=[digest_hex(stream.sample(end - 1).digest) for end in ends],
             real=[stream.real(first, end) for first, end in zip(begins, ends, strict=True)],
             rank=call.rank,
-            samples=samples,
-            padding=bytes(stream.factory.form.sample_bytes),
+            samples=[stream.sample(i) if i < total else stream.padding for i in places],
         )
 
     def _check_digest(self, total: int) -> None:

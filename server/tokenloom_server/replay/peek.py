@@ -19,10 +19,9 @@ from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import JoinRefused, NotFound, OrderMismatch, ServerStopping
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.snapshot import ResumePoint
-from tokenloom_server.replay.past import Past
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
-from tokenloom_server.run.lineage import NearestState
-from tokenloom_server.run.past_states import LATEST
+from tokenloom_server.run.past import NearestState, Past
+from tokenloom_server.run.resume_points import LATEST, ResumePoints
 
 #: The largest micro-step of a peek, bytes.
 MAX_STEP_BYTES = 16 * 2**20
@@ -49,9 +48,10 @@ class PeekCall:
 class Peeks:
     """All peeks of one run. Thread-safe."""
 
-    def __init__(self, past: Past) -> None:
-        self._coordinator = past.coordinator
-        self._past = past
+    def __init__(self, points: ResumePoints) -> None:
+        self._coordinator = points.coordinator
+        self._points = points
+        self._past = points.past
         self._lock = threading.Lock()
         self._streams: set[Peek] = set()
 
@@ -74,8 +74,8 @@ class Peeks:
             self._coordinator.require_lead()
             with past.admitted():
                 point = self._point(call)
-                state = past.states.forward(point, past.forward)
-                generation = point.generation or past.states.nearest(state.sample_index).generation
+                state = self._points.forward(point, in_turn=True)
+                generation = point.generation or past.in_ledger(state.sample_index).generation
                 past.remember(generation, state, timeline)
         return generation, state
 
@@ -137,10 +137,10 @@ class Peeks:
             )
 
     def _point(self, call: PeekCall) -> ResumePoint:
-        past_states, coordinator = self._past.states, self._coordinator
-        point = past_states.asked_for(coordinator.stored(), call.state, call.resume or LATEST)
+        coordinator = self._coordinator
+        point = self._points.asked_for(coordinator.stored(), call.state, call.resume or LATEST)
         assert point is not None
-        if point.notes and point.digest is not None and not past_states.began_from(point):
+        if point.notes and point.digest is not None and not self._points.began_from(point):
             raise JoinRefused(
                 f"an older data loader's checkpoint begins an order of its own, and run {coordinator.name!r} has not "
                 "begun from it: train from it first (load_state_dict, or a restore), then peek"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import platform
 from collections.abc import Sequence
@@ -13,23 +12,22 @@ from tokenloom_proto.seal import canonical
 
 from tokenloom_server.core.state import SourceState, State, digest_hex
 from tokenloom_server.errors import BeyondHorizon
-from tokenloom_server.ledger.records import Opening, StoredRevision
+from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.mixture_content import as_file
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.replay.past import Past
 from tokenloom_server.reports.receipt import (
     BatchSizeFrom,
     ExclusionReport,
     GenerationReport,
     Range,
     Receipt,
-    RevisionInfo,
     RevisionMark,
     RunReport,
     SourceReport,
 )
 from tokenloom_server.reports.stats import SourceStats
-from tokenloom_server.run.lineage import with_samples
+from tokenloom_server.run.past import Past, with_samples
+from tokenloom_server.run.revise import revision_info
 from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.run.stats import StatsReader
 from tokenloom_server.run.views import RunView
@@ -60,7 +58,7 @@ class Receipts:
         coordinator = self._past.coordinator
         view = coordinator.view()
         timeline, committed = view.timeline, view.commit
-        kept = with_samples(self._past.states.openings())
+        kept = with_samples(self._past.openings())
         oldest = kept[0].start_index if kept else 0
         index = committed.sample_index if sample_index is None else sample_index
         if not oldest <= index <= committed.sample_index:
@@ -89,7 +87,7 @@ class Receipts:
     def report(self) -> RunReport:
         """Of all that is committed. Raises the ledger's errors, and what going forward raises."""
         coordinator = self._past.coordinator
-        openings = self._past.states.openings()
+        openings = self._past.openings()
         view = coordinator.view()
         timeline, committed, end = view.timeline, view.commit, view.generation.end
         # The end is known as soon as it is produced; here it counts once it is reached.
@@ -194,16 +192,6 @@ def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = Tru
     if steady:
         estimate = min(max(estimate, math.ceil(taken / (ended + 1))), taken // ended)
     return Unique(min(estimate, consumed), False)
-
-
-def revision_info(timeline: Timeline, revision: StoredRevision, committed: int) -> RevisionInfo:
-    """A revision for people; ``committed`` is how far the run has come."""
-    return RevisionInfo.of(
-        revision,
-        total_tokens=timeline.tokens_at(revision.sample_index),
-        changes=json.loads(revision.content)["changes"],
-        in_force=revision.sample_index <= committed,
-    )
 
 
 def _generations(openings: Sequence[Opening], kept: Sequence[Opening], end: int) -> list[GenerationReport]:

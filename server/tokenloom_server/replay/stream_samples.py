@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from tokenloom_server.core.state import State
 from tokenloom_server.errors import ServerStopping, TokenloomError
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay
-from tokenloom_server.order.steps import StepGroup
+from tokenloom_server.order.steps import PADDING, StepGroup
 from tokenloom_server.order.timeline import Timeline
 
 _log = logging.getLogger(__name__)
@@ -44,29 +44,22 @@ class StreamSamples:
     """The first samples of one stream. Thread-safe."""
 
     def __init__(
-        self,
-        name: str,
-        factory: PipelineFactory,
-        pool: ThreadPoolExecutor,
-        require_room: Callable[[int], None],
-        add_bytes: Callable[[int], None],
+        self, name: str, factory: PipelineFactory, pool: ThreadPoolExecutor, take_room: Callable[[int], None]
     ) -> None:
-        """``require_room`` raises ``LimitExceeded`` where so many bytes more have no room; ``add_bytes`` counts those
-        that were made."""
+        """``take_room`` raises ``LimitExceeded`` where so many bytes more have no room, and counts them; fewer than
+        none are given back."""
         self.name = name
         self.factory = factory
         self._pool = pool
-        self._require_room = require_room
-        self._add_bytes = add_bytes
+        self._take_room = take_room
         self._changed = threading.Condition()
         self._samples: list[Sample] = []
-        self._wanted = 0
-        self._working = False
+        #: What a rank gets where there is no sample for it.
+        self.padding = Sample(bytes(factory.form.sample_bytes), PADDING, np.empty(0, np.uint32), 0, (0, 0), 0)
+        #: The newest turn: who waits for it gets its error.
+        self._turn: Future[None] | None = None
         self._ended = False
         self._stopping = False
-        self._error: TokenloomError | None = None
-        #: How often making samples failed: who waited meanwhile gets the error.
-        self._failures = 0
         # Of the thread that makes them, and after the samples that are there.
         self.timeline = Timeline(factory)
         self._state = factory.initial()
@@ -75,25 +68,26 @@ class StreamSamples:
         self._states: list[State] = [self._state]
 
     def wait_for(self, count: int, timeout_s: float, interrupted: Callable[[], bool]) -> bool:
-        """Has so many made, and waits for it; whether they are there, or all that there are.
+        """Has so many made, turn by turn, and waits for it; whether they are there, or all that there are.
 
         Raises ``ServerStopping``, ``LimitExceeded``, and what making samples raises.
         """
         deadline = time.monotonic() + timeout_s
+        turn: Future[None] | None = None
         with self._changed:
-            failures = self._failures
             while True:
                 if self._stopping:
                     raise ServerStopping("the server is stopping; evaluate again when it is back")
-                if self._failures != failures:
-                    assert self._error is not None, "a failure has an error"
-                    raise self._error
+                if turn is not None and turn.done():
+                    turn.result()
                 if self._ended or len(self._samples) >= count:
                     return True
-                self._wanted = max(self._wanted, count)
-                if not self._working:
-                    self._working = True
-                    self._pool.submit(self._work)
+                if self._turn is None or self._turn.done():
+                    # After an error, too: who asks again tries again, a file may be back. It needs the lock, so it is
+                    # not done before this thread waits.
+                    self._turn = self._pool.submit(self._make, count)
+                    self._turn.add_done_callback(lambda _: self.wake())
+                turn = self._turn
                 left = deadline - time.monotonic()
                 if left <= 0 or interrupted():
                     return False
@@ -133,49 +127,29 @@ class StreamSamples:
             self._stopping = True
             self._changed.notify_all()
 
-    # On the thread that makes samples:
-
-    def _work(self) -> None:
-        """Makes samples up to what is wanted."""
-        while True:
-            with self._changed:
-                if self._stopping or self._ended or len(self._samples) >= self._wanted:
-                    self._working = False
-                    return
-                left = self._wanted - len(self._samples)
-            try:
-                group = self._make(left)
-            except TokenloomError as error:
-                self._fail(error)
-                return
-            except Exception as error:
-                _log.exception("stream %s of run %s cannot be made", self.name, self.factory.name)
-                self._fail(TokenloomError(f"stream {self.name!r} cannot be made: {error}; see the server's log"))
-                return
-            with self._changed:
-                self._samples += _samples_of(group)
-                self._ended = self._replay.ended is not None
-                self._state = self._replay.state()
-                if self._state.sample_index >= self._states[-1].sample_index + _STATE_EVERY_SAMPLES:
-                    self._states.append(self._state)
-                self._changed.notify_all()
-            if self._ended:
-                self._replay.rest()
-
-    def _make(self, most: int) -> StepGroup:
-        """The next samples."""
-        count = max(1, min(most, TURN_TOKENS // self.factory.config.sequence_length))
-        self._require_room(count * self.factory.form.sample_bytes)
-        group = self._replay.samples(1, count)
-        self._add_bytes(len(group.marks) * self.factory.form.sample_bytes)
-        return group
-
-    def _fail(self, error: TokenloomError) -> None:
-        with self._changed:
-            # Who asks again tries again: a file may be back.
-            self._error, self._failures, self._working = error, self._failures + 1, False
+    def _make(self, wanted: int) -> None:
+        """One turn, on the thread that makes samples: the next of so many."""
+        factory, samples = self.factory, list[Sample]()
+        count = max(1, min(wanted - self.made(), TURN_TOKENS // factory.config.sequence_length))
+        self._take_room(count * factory.form.sample_bytes)
+        try:
+            samples = _samples_of(self._replay.samples(1, count))
+        except Exception as error:
             self._replay = Replay(self.timeline, self._state)
-            self._changed.notify_all()
+            if isinstance(error, TokenloomError):
+                raise
+            _log.exception("stream %s of run %s cannot be made", self.name, factory.name)
+            raise TokenloomError(f"stream {self.name!r} cannot be made: {error}; see the server's log") from error
+        finally:
+            self._take_room((len(samples) - count) * factory.form.sample_bytes)
+        self._state = self._replay.state()
+        with self._changed:
+            self._samples += samples
+            self._ended = self._replay.ended is not None
+            if self._state.sample_index >= self._states[-1].sample_index + _STATE_EVERY_SAMPLES:
+                self._states.append(self._state)
+        if self._ended:
+            self._replay.rest()
 
 
 def _samples_of(group: StepGroup) -> list[Sample]:

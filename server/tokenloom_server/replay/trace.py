@@ -19,13 +19,10 @@ from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, ServerStopping
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.replay import Replay, beyond_the_end
-from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.replay.documents import by_source, explain
+from tokenloom_server.replay.documents import explain
 from tokenloom_server.replay.evaluation import Evaluations
-from tokenloom_server.replay.past import Past
-from tokenloom_server.replay.stream_samples import StreamSamples
 from tokenloom_server.reports.trace import Status, TracedMicroStep, TracedRank, TracedSample
-from tokenloom_server.run.lineage import covering, lineage
+from tokenloom_server.run.past import Past, covering, lineage
 from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
@@ -78,14 +75,9 @@ class Traces:
                 f"this server started, which made {made} of its samples: evaluate on it, then trace"
             )
         with self._past.admitted():
-            return self._past.turn(partial(self._evaluated, samples, index, text))
-
-    def _evaluated(self, samples: StreamSamples, index: int, text: bool) -> TracedSample:
-        replay = Replay(samples.timeline, samples.state_before(index))
-        replay.forward(index)
-        group = replay.samples(1, 1)
-        (samples_of_source,) = by_source(group)
-        (sample,) = explain(samples.factory, group, samples_of_source, self._decode() if text else None, text)
+            replay = Replay(samples.timeline, samples.state_before(index))
+            self._past.forward(replay, index)
+            (sample,) = self._explained(replay, index, 1, text)
         return sample.model_copy(update={"status": "evaluated"})
 
     def of_source(self, source: str, number: int | None, text: bool) -> TracedSample:
@@ -184,7 +176,7 @@ class Traces:
     def _openings(self, generation: int | None) -> tuple[Sequence[Opening], Opening]:
         """The openings of all generations, and of the given one (None: the present one)."""
         self._coordinator.require_lead()
-        openings = self._past.states.openings()
+        openings = self._past.openings()
         if not openings:
             raise BeyondHorizon(f"run {self._coordinator.name!r} has delivered nothing yet: no trainer has joined it")
         return openings, next(lineage(openings, generation))
@@ -235,30 +227,27 @@ class Traces:
         past, deadline = self._past, time.monotonic() + MAX_FORWARD_S
         with past.admitted():
             nearest = past.nearest(first, generation)
-            timeline = nearest.timeline
-            _check_tokens(count, timeline.at(first).config.sequence_length, text)
-            # Of a run of batches whole ones are made.
-            pick = timeline.at(first).config.pick_samples
-            begin = first - first % pick
-            state = past.forward(
-                nearest.state, begin, timeline, nearest.generation, lambda: time.monotonic() > deadline
+            config = nearest.timeline.at(first).config
+            _check_tokens(count, config.sequence_length, text)
+            replay = Replay(nearest.timeline, nearest.state)
+            past.forward(
+                replay,
+                first - first % config.pick_samples,  # of a run of batches whole ones are made
+                generation=nearest.generation,
+                out_of_time=lambda: time.monotonic() > deadline,
             )
-            replay = Replay(timeline, state)
-            traced: dict[int, TracedSample] = {}
-            decode = self._decode() if text else None
-            # A revision, or a phase, makes what comes after it from other rows.
-            for range_begin, range_end in _ranges(timeline, begin, first + count):
-                factory = timeline.at(range_begin)
-                while range_begin <= replay.sample_index < range_end and replay.ended is None:
-                    steps = -(-(range_end - replay.sample_index) // pick)
-                    group = past.turn(partial(replay.samples, pick, steps))
-                    for samples in by_source(group):
-                        # Reading the rows of one source again takes no longer than making the samples.
-                        explained = past.turn(partial(explain, factory, group, samples, decode, text))
-                        traced |= {sample.sample: sample for sample in explained}
-                        _check_documents(count, traced.values())
-        wanted = [traced[index] for index in sorted(traced) if first <= index < first + count]
-        return wanted, min(replay.sample_index, first + count)
+            samples = self._explained(replay, first, count, text)
+        return samples, min(replay.sample_index, first + count)
+
+    def _explained(self, replay: Replay, first: int, count: int, text: bool) -> list[TracedSample]:
+        """Samples from ``first`` on, as far as a replay gives them, which stands there or shortly before."""
+        past, traced, decode = self._past, dict[int, TracedSample](), self._decode() if text else None
+        for group in past.in_turns(replay.groups(first + count)):
+            # Reading the rows of one source again takes no longer than making the samples.
+            for samples in past.in_turns(explain(replay.timeline.at(group.begin), group, decode, text)):
+                traced |= {sample.sample: sample for sample in samples}
+                _check_documents(count, traced.values())
+        return [traced[index] for index in sorted(traced) if first <= index < first + count]
 
     def _decode(self) -> Decode | None:
         """Ids to text; None where the run has no tokeniser. Loaded once: a large vocabulary takes a second."""
@@ -288,16 +277,3 @@ def _check_documents(count: int, traced: Iterable[TracedSample]) -> None:
             f"{count} samples have more than {MAX_DOCUMENTS} documents, and one trace tells of no more: ask for one "
             "rank of the micro-step, or for a sample"
         )
-
-
-def _ranges(timeline: Timeline, begin: int, end: int) -> list[tuple[int, int]]:
-    """A range of samples, cut where another segment of the timeline begins, and ended where the length changes."""
-    ranges = []
-    for segment in timeline.segments:
-        if begin < segment.begin < end:
-            ranges.append((begin, segment.begin))
-            longer = segment.config.sequence_length != timeline.at(begin).config.sequence_length
-            begin = segment.begin
-            if longer:
-                return ranges
-    return [*ranges, (begin, end)]

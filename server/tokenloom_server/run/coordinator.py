@@ -25,7 +25,6 @@ from tokenloom_server.run.attempts import Attempts
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.delivery import Waiting
-from tokenloom_server.run.far_sample import WayForward
 from tokenloom_server.run.head import Head, commit_of
 from tokenloom_server.run.leadership import Leadership
 from tokenloom_server.run.lease import Lease, LeaseState
@@ -62,7 +61,6 @@ class RunCoordinator:
         self.producer = Producer(context, head, present)
         self.committer = Committer(context, head, present, self.leadership)
         self._workers: tuple[Background, ...] = (self.producer, self.committer)
-        self.way_forward = WayForward(context.name, context.clock)
 
     # --- its threads -------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from tokenloom_server.order.snapshot import ForeignSnapshot
 from tokenloom_server.order.snapshot_document import FileDataset
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.past_states import PastStates
+from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.sources.scheme import scheme_of
 
 _log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class ForkHandler:
     """Forks of other runs into one that has not begun. Thread-safe."""
 
     def __init__(
-        self, coordinator: RunCoordinator, past_states: PastStates, parent: Callable[[str], PastStates | None]
+        self, coordinator: RunCoordinator, points: ResumePoints, parent: Callable[[str], ResumePoints | None]
     ) -> None:
         """``parent`` finds a run that this server serves, by name."""
         self._coordinator = coordinator
-        self._past_states = past_states
+        self._points = points
         self._parent = parent
 
     def fork(self, text: str | bytes) -> str:
@@ -76,7 +76,7 @@ class ForkHandler:
                     )
                 origin = self._origin(text, foreign)
                 coordinator.changes.adopt(epoch, coordinator.timeline.with_origin(origin))
-            return self._past_states.seal(coordinator.timeline.decode(origin.state), 0, origin.state)
+            return self._points.snapshots.seal(coordinator.timeline.decode(origin.state), 0, origin.state)
 
     def _origin(self, text: str | bytes, foreign: ForeignSnapshot) -> Origin:
         """Where this run begins; its state is that of the other run's sources as far as this run has them."""
@@ -161,8 +161,8 @@ class ForkHandler:
             point = snapshot.parse(
                 text, {**ours, "run": foreign.run}, coordinator.timeline.shape_at, coordinator.order.config
             )
-            skipping = self._past_states.skipping(foreign.resume_state.all_skips, foreign.sample_index)
-            state = self._past_states.forward(point, timeline=skipping)
+            skipping = coordinator.timeline.skipping(foreign.resume_state.all_skips, foreign.sample_index)
+            state = self._points.forward(point, timeline=skipping)
             return foreign.at(state, coordinator.timeline.shape_at(state.sample_index, state.clock_offset)), state
         state_index = foreign.resume_state.sample_index
         if state_index == foreign.sample_index:

@@ -12,7 +12,7 @@ from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.fork import ForkHandler
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.opening import GenerationOpener
-from tokenloom_server.run.past_states import PastStates
+from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.revise import RevisionHandler
 
 #: How long the other ranks' Joins wait for rank 0's, seconds: as long as clients by default try to join at all.
@@ -35,12 +35,12 @@ class JoinHandler:
     """Answers the Joins of one run. Thread-safe."""
 
     def __init__(
-        self, coordinator: RunCoordinator, past_states: PastStates, revisions: RevisionHandler, forks: ForkHandler
+        self, coordinator: RunCoordinator, points: ResumePoints, revisions: RevisionHandler, forks: ForkHandler
     ) -> None:
         self._coordinator = coordinator
-        self._past_states = past_states
+        self._points = points
         self._forks = forks
-        self._opener = GenerationOpener(coordinator, past_states, revisions)
+        self._opener = GenerationOpener(coordinator, points, revisions)
 
     def join(self, call: JoinCall) -> Joined:
         """Takes a slot; rank 0 opens the attempt's generation, the others wait for it, bounded.
@@ -117,7 +117,7 @@ class JoinHandler:
             # Rank 0 asks again, and may take longer than this one to be heard.
             raise errors.RunBusy(str(error), (error.retry_for_s or 0.0) + RANK_0_MARGIN_S) from None
         if not has_opened:
-            if any(opening.attempt == call.attempt for opening in self._past_states.openings()[:-1]):
+            if any(opening.attempt == call.attempt for opening in self._points.past.openings()[:-1]):
                 raise errors.AttemptUsed(
                     f"attempt {call.attempt!r} opened an earlier generation of run {coordinator.name!r}. "
                     f"{errors.AttemptUsed.remedy}"

@@ -17,8 +17,8 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.head import commit_of
 from tokenloom_server.run.join_call import JoinCall, ResumeChoice, position_of
-from tokenloom_server.run.past_states import PastStates
 from tokenloom_server.run.pins import PinnedPoint
+from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.revise import RevisionHandler, brings
 from tokenloom_server.run.sizing import batch_plans_of
 
@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 class GenerationOpener:
     """Opens the generations of one run, for rank 0 of each attempt. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, past_states: PastStates, revisions: RevisionHandler) -> None:
+    def __init__(self, coordinator: RunCoordinator, points: ResumePoints, revisions: RevisionHandler) -> None:
         self._coordinator = coordinator
-        self._past_states = past_states
+        self._points = points
         self._revisions = revisions
         # The attempt that opened last (or tried to), and what its rank 0 asked for.
         self._newest: tuple[str, ResumeChoice] | None = None
@@ -40,7 +40,7 @@ class GenerationOpener:
         if not call.state:
             return ResumeChoice(None, call.resume)
         try:
-            point = self._past_states.parse(call.state)
+            point = self._points.parse(call.state)
         except SnapshotInvalid:
             # Revisions that only the state knows are rank 0's to bring; the others must stand where it does.
             foreign = brings(self._coordinator.name, call.state)
@@ -69,9 +69,9 @@ class GenerationOpener:
             pin = PinnedPoint.read(stored.pin) if stored.pin is not None else None
             self._revisions.take_over(call.state or (pin.snapshot if pin is not None else ""))
             choice, opened_at = self.choice_of(call), coordinator.wall_clock()
-            timeline = self._past_states.pinned(pin, opened_at)
+            timeline = self._points.pinned(pin, opened_at)
             point = self._resolve(call, stored, pin)
-            start = self._past_states.forward(point, timeline=timeline)
+            start = self._points.forward(point, timeline=timeline)
             timeline = timeline.with_clock(start.clock_offset)
             uid = self._adopt(epoch, point, stored)
             opening = self._lay(call, stored, point, timeline, start, opened_at)
@@ -145,17 +145,17 @@ class GenerationOpener:
             return None
         # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
         start = self._coordinator.timeline.decode(opening.start_state)
-        is_known = self._past_states.parse(call.state).digest is not None
+        is_known = self._points.parse(call.state).digest is not None
         return ResumeChoice.of_state(start.sample_index, digest_hex(start.digest) if is_known else None)
 
     def _resolve(self, call: JoinCall, stored: StoredRun, pin: PinnedPoint | None) -> ResumePoint:
         """Where the generation starts."""
-        past_states = self._past_states
+        points = self._points
         if call.state and call.resume:
             raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
-        wanted = past_states.asked_for(stored, call.state, call.resume)
+        wanted = points.asked_for(stored, call.state, call.resume)
         if pin is not None:
-            pinned = past_states.parse(pin.snapshot)
+            pinned = points.parse(pin.snapshot)
             if wanted is not None and not _same_place(wanted, pinned):
                 raise JoinRefused(
                     f"a restore pinned {position_of(pinned.sample_index, pinned.digest)} as the next resume point, but "
@@ -175,7 +175,7 @@ class GenerationOpener:
                 "begins at sample 0 without a checkpoint, and load_state_dict(…) goes on from one. Or say "
                 "resume='latest' (go on at that sample) or resume=<snapshot id>"
             )
-        return past_states.beginning()
+        return points.beginning()
 
     def _adopt(self, epoch: int, point: ResumePoint, stored: StoredRun) -> str:
         """The run's uid: a trainer's state brings its own to a ledger that never opened the run."""

@@ -12,6 +12,7 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server.ledger.commands import Pin
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.reports.stats import NextLaunch
 from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.head import Head
 from tokenloom_server.run.lease import Lease
@@ -32,6 +33,12 @@ class PinnedPoint(NamedTuple):
     def text(self) -> str:
         """Canonical JSON."""
         return str(canonical(self._asdict()))
+
+    @property
+    def next_launch(self) -> NextLaunch:
+        """For people."""
+        skips = None if self.skips is None else dict(self.skips)
+        return NextLaunch(sample_index=self.sample_index, digest=self.digest, skips=skips)
 
     @classmethod
     def read(cls, text: str) -> PinnedPoint:

@@ -13,12 +13,16 @@ from tokenloom_proto.seal import canonical
 from tokenloom_proto.threads import Background
 
 from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, SnapshotInvalid, TokenloomError
 from tokenloom_server.ledger.commands import DropRevisions, Revise
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import revision_content, snapshot
+from tokenloom_server.order.mixture_content import as_file, places
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.reports.receipt import RevisionInfo
+from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.views import RunView
 
@@ -211,6 +215,69 @@ class RevisionHandler:
                 "%s: revision %d, from sample %d on, came with a trainer's state",
                 coordinator.name, revision.number, revision.sample_index,
             )  # fmt: skip
+
+
+class Mixture:
+    """The mixture of one run."""
+
+    def __init__(self, coordinator: RunCoordinator, revising: RevisionHandler) -> None:
+        self._coordinator = coordinator
+        self._revising = revising
+
+    def info(self) -> MixtureInfo:
+        """The mixture at what is committed, and all that changes it."""
+        view = self._coordinator.view()
+        timeline, index = view.timeline, view.commit.sample_index
+        config = timeline.at(index).config
+        return MixtureInfo(
+            run=self._coordinator.name,
+            sample_index=index,
+            sequence_length=config.sequence_length,
+            mixture=as_file(config),
+            paused=[
+                place if isinstance(child, NodeConfig) and child.alias is None else child.name
+                for place, child in places(config)
+                if child.presence == "paused"
+            ],
+            dropped=[source.name for source in config.sources if source.presence == "dropped"],
+            phases=[
+                PhaseInfo(
+                    number=segment.phase,
+                    sample_index=segment.begin,
+                    total_tokens=segment.tokens,
+                    sequence_length=segment.config.sequence_length,
+                )
+                for segment in timeline.segments
+                if segment.phase is not None
+            ],
+            revisions=[revision_info(timeline, revision, index) for revision in timeline.revisions],
+            first_revisable=view.first_revisable(self._revising.kept(view)),
+        )
+
+    def revise(self, change: MixtureChange) -> RevisionInfo:
+        """Changes the mixture from a sample index on; returns once that is durable.
+
+        Raises what ``RevisionHandler.revise`` raises."""
+        revision = self._revising.revise(change)
+        view = self._coordinator.view()
+        info = revision_info(view.timeline, revision, view.commit.sample_index)
+        return info.model_copy(update={"eta_s": view.seconds_until(revision.sample_index)})
+
+    def drop(self, number: int) -> list[RevisionInfo]:
+        """Takes a revision and all after it back, oldest first. Raises ``BeyondHorizon`` where one may have been
+        produced already, ``NotFound``."""
+        timeline = self._coordinator.timeline
+        return [revision_info(timeline, revision, 0) for revision in self._revising.drop(number)]
+
+
+def revision_info(timeline: Timeline, revision: StoredRevision, committed: int) -> RevisionInfo:
+    """A revision for people; ``committed`` is how far the run has come."""
+    return RevisionInfo.of(
+        revision,
+        total_tokens=timeline.tokens_at(revision.sample_index),
+        changes=json.loads(revision.content)["changes"],
+        in_force=revision.sample_index <= committed,
+    )
 
 
 def _index_of(run: str, change: MixtureChange, view: RunView, least: int) -> int:

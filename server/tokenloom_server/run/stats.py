@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
@@ -18,11 +17,10 @@ from tokenloom_server.ledger.records import CommittedState, Counters, StoredRevi
 from tokenloom_server.mixing.mixer import ALL_EXHAUSTED, target_shares
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.position_line import position_lines
-from tokenloom_server.reports.stats import LedgerStats, NextLaunch, PlannedRevision, RankStats, RunStats, SourceStats
-from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.reports.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
 from tokenloom_server.run.head import RecentCommit
 from tokenloom_server.run.losses import Losses
-from tokenloom_server.run.pins import PinnedPoint
+from tokenloom_server.run.past import Past
 from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.scheme import scheme_of
 
@@ -39,8 +37,9 @@ _NO_LOSSES: Mapping[int, tuple[float, float]] = {}
 class StatsReader:
     """Reads one run's stats. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, losses: Losses) -> None:
-        self._coordinator = coordinator
+    def __init__(self, past: Past, losses: Losses) -> None:
+        self._coordinator = past.coordinator
+        self._past = past
         self._losses = losses
         # Row counts of shards that were asked for, by (source, shard); None where unknown.
         self._rows: dict[tuple[int, int], int | None] = {}
@@ -68,7 +67,7 @@ class StatsReader:
             server_epoch=view.lease.epoch,
             world_size=generation.world_size,
             batch_size=generation.batch_size,
-            **_form(order),
+            **order.sample_form(),
             count="real" if config.balances_real else "positions",
             sample_index=committed.sample_index,
             produced_index=max(generation.produced_index, committed.sample_index),
@@ -82,7 +81,7 @@ class StatsReader:
             waiting_reason=view.waiting.reason,
             data_wait_share=generation.data_wait_share,
             opening=view.opening,
-            going_forward=coordinator.way_forward.text,
+            going_forward=self._past.way_forward,
             ended=end and end.reason,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
@@ -91,7 +90,7 @@ class StatsReader:
             revision=revisions[in_force - 1].number if in_force else 0,
             next_revision=_planned(view, revisions[in_force:]),
             skips=timeline.skips,
-            pin=next_launch(view.pin) if view.pin is not None else None,
+            pin=view.pin.next_launch if view.pin is not None else None,
             reported=reported,
             sources=self.sources(committed, state, view.earlier_commit, over=generation.over, losses=losses),
             readers=readers.stats(order.resources) if (readers := order.resources.readers) is not None else None,
@@ -267,12 +266,6 @@ def _all_exhausted(state: State, config: RunConfig) -> State:
     return replace(state, sources=tuple(out))
 
 
-def next_launch(pin: PinnedPoint) -> NextLaunch:
-    """What a pin says, for people."""
-    skips = None if pin.skips is None else dict(pin.skips)
-    return NextLaunch(sample_index=pin.sample_index, digest=pin.digest, skips=skips)
-
-
 def _planned(view: RunView, revisions: Sequence[StoredRevision]) -> PlannedRevision | None:
     """The first of the revisions after those in force."""
     if not revisions:
@@ -305,13 +298,3 @@ def _shares(now: Sequence[float], before: Sequence[float]) -> list[float]:
     tokens = [own - earlier for own, earlier in zip_longest(now, before, fillvalue=0)]
     total = sum(tokens)
     return [count / total if total > 0 else 0.0 for count in tokens]
-
-
-def _form(order: PipelineFactory) -> dict[str, Any]:
-    """What a run's stats say of its samples."""
-    return {
-        "sequence_length": order.config.sequence_length,
-        "vocab_size": order.record.vocab_size,
-        "pad_id": order.config.pad_id,
-        "end_of_text_id": order.record.end_of_text_id,
-    }

@@ -7,7 +7,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from posixpath import basename, commonpath, commonprefix, dirname, join
 
@@ -49,6 +49,9 @@ class Candidate:
     """Of the first file that has any."""
     folder: str = ""
     """Name of the folder that it is of, without a number at its end; empty for a series of files."""
+
+    def with_column(self, column: str) -> Candidate:
+        return replace(self, spec=replace(self.spec, column=column))
 
 
 @dataclass(frozen=True, slots=True)

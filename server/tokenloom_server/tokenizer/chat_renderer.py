@@ -1,7 +1,7 @@
 """Renders conversations by a chat template: Jinja in a sandbox, with blocks that say where the assistant speaks.
 
 What a template may use is what it may in transformers, but for what would make other tokens on another day:
-``strftime_now``, random choices and ``lipsum`` are not there. At work in the processes of ``chat_processes``.
+``strftime_now``, random choices and ``lipsum`` are not there. At work in the processes of ``workers.chats``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Generation(Extension):
 
 
 def rendered(batch: Any) -> Any:
-    """What ``transform_worker`` calls: the first text is a ``ChatRenderer`` as JSON, the others are conversations.
+    """What a process of functions calls: the first text is a ``ChatRenderer`` as JSON, the others are conversations.
 
     Of the former comes why it is refused, or nothing; of each of the others a line of JSON, and then its text: the
     spans, or why it is a bad row, or null where it takes too much memory.

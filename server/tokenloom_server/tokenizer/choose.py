@@ -171,9 +171,8 @@ def other_engine(
 ) -> Engine:
     """The engine that the run did not begin with, for a document at which its own crashes: on the run's own rows the
     two gave the same ids. Raises ``TokenizerError`` where that one cannot load the tokeniser."""
-    if record.engine == TokenizersEngine.name:
-        return GigatokenEngine(definition, special_tokens_in_text)
-    return TokenizersEngine(definition, special_tokens_in_text)
+    other = GigatokenEngine if record.engine == TokenizersEngine.name else TokenizersEngine
+    return other(definition, special_tokens_in_text)
 
 
 def _require_version(record: EngineRecord, found: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -40,6 +40,13 @@ class Encoder(Protocol):
         """Tokens of an Arrow column that begins at a shard's row. Raises ``TokenizerError``."""
 
 
+class Guard(Protocol):
+    """Who encodes texts of which a process may die?"""
+
+    def encode(self, texts: pa.LargeStringArray, first_row: int, shard: int) -> tuple[Encoded, Sequence[BadRow]]:
+        """Their ids, and those that have none since every engine crashes at them. Raises ``TokenizerError``."""
+
+
 class DocumentEncoder:
     """Encodes the columns of one source. Keeps nothing between calls; as thread-safe as its engine."""
 
@@ -52,17 +59,19 @@ class DocumentEncoder:
         eot_id: int | None = None,
         ends_once: bool = False,
         skip_bad: bool = False,
+        guard: Guard | None = None,
     ) -> None:
-        """``engine`` may be None where the source holds ids. ``bos_id`` and ``eot_id``, of the vocabulary, are put
-        before and after each document; None: nothing is. ``ends_once``: a document that ends with ``eot_id`` already
-        gets no second one. ``skip_bad``: rows with ids outside the vocabulary are reported in ``Documents.bad``
-        instead of being an error.
+        """``engine`` may be None where the source holds ids; ``guard`` encodes in its place, if one is. ``bos_id``
+        and ``eot_id``, of the vocabulary, are put before and after each document; None: nothing is. ``ends_once``: a
+        document that ends with ``eot_id`` already gets no second one. ``skip_bad``: rows with ids outside the
+        vocabulary are reported in ``Documents.bad`` instead of being an error.
 
         Raises ``TokenizerError`` when the vocabulary is wider than uint32.
         """
         self.dtype = id_dtype(vocab_size)
         self.vocab_size = vocab_size
         self._engine = engine
+        self._guard = guard
         self._eot_id = eot_id
         self._ends_once = ends_once
         self._skip_bad = skip_bad
@@ -72,9 +81,9 @@ class DocumentEncoder:
     def encode(self, column: pa.Array, first_row: int = 0, shard: int = 0) -> Documents:
         """Tokens of a (large_)string column, or of a (large_)list column of integers.
 
-        ``first_row`` is the row that the column begins at, for messages alone; of which ``shard``, makes no difference
-        here. Raises ``TokenizerError``, naming the row, for a null among the ids, an id outside the vocabulary, text
-        that is not UTF-8, a column of another type, or text without a tokeniser.
+        ``first_row`` is the row of the ``shard`` that the column begins at. Raises ``TokenizerError``, naming the row,
+        for a null among the ids, an id outside the vocabulary, text that is not UTF-8, a column of another type, or
+        text without a tokeniser.
         """
         documents = self.unbounded(column, first_row, shard)
         return Documents(*self.bounded(documents.values, documents.ends), documents.bad)
@@ -82,9 +91,9 @@ class DocumentEncoder:
     def unbounded(self, column: pa.Array, first_row: int, shard: int) -> Documents:
         """As ``encode``, but without begin- and end-of-text ids: ids of the narrow dtype are not copied."""
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-            encoded = self._tokenised(column, first_row)
+            encoded, crashed = self._tokenised(column, first_row, shard)
         elif _is_id_list(column.type):
-            encoded = _flattened(column, first_row)
+            encoded, crashed = _flattened(column, first_row), ()
         else:
             raise TokenizerError(f"a column of {column.type} has no tokens; expected text, or lists of integer ids")
         bad = self._out_of_range(encoded, first_row)
@@ -92,14 +101,15 @@ class DocumentEncoder:
             raise TokenizerError(bad[0].reason, bad[0].position)
         if bad:
             encoded = _without(encoded, bad)
-        return Documents(encoded.values.astype(self.dtype, copy=False), encoded.ends, bad)
+        # None is in both: what has no ids has none outside the vocabulary.
+        return Documents(encoded.values.astype(self.dtype, copy=False), encoded.ends, tuple(sorted((*bad, *crashed))))
 
     def _mark(self, value: int | None) -> pa.LargeBinaryScalar | None:
         if value is None:
             return None
         return arrays.scalar(value.to_bytes(self.dtype.itemsize, sys.byteorder))
 
-    def _tokenised(self, column: pa.Array, first_row: int) -> Encoded:
+    def _tokenised(self, column: pa.Array, first_row: int, shard: int) -> tuple[Encoded, Sequence[BadRow]]:
         if self._engine is None:
             raise TokenizerError(
                 "the column holds text, but the run has no tokeniser; set tokenizer in the mixture file, "
@@ -113,7 +123,7 @@ class DocumentEncoder:
             texts.validate(full=True)
         except pa.ArrowInvalid as error:
             raise TokenizerError(f"row {_first_not_utf8(texts, first_row)}: the text is not UTF-8 ({error})") from None
-        return self._engine.encode(texts)
+        return (self._engine.encode(texts), ()) if self._guard is None else self._guard.encode(texts, first_row, shard)
 
     def _out_of_range(self, encoded: Encoded, first_row: int) -> tuple[BadRow, ...]:
         """The rows with an id outside the vocabulary."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.packing.documents import Documents
 from tokenloom_server.sources.endings import codec_of
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.sources.lines import LinesSource
@@ -107,7 +108,7 @@ def _at_end(order: PipelineFactory, source: int, shard: int) -> list[str]:
         first = reader.row_count(shard) - END_ROWS
     else:
         return []
-    documents = order.all_rows(source, reader, order.encoder(source, reader), joined=False)
+    documents = order.all_rows(Documents, source, reader, joined=False)
     rows = documents.read_part(shard, max(1, first), sys.maxsize)
     bad = [reason for part in rows for reason in part.reasons.values()]
     # Lines were counted from a byte's number on.

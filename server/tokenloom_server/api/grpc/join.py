@@ -134,11 +134,8 @@ def _named(source: SourceConfig) -> wire.Source:
 
 def _layout(factory: PipelineFactory) -> dict[str, Any]:
     """What a ``JoinResponse`` says of how samples travel."""
-    layout = {
-        "sequence_length": factory.config.sequence_length,
-        "vocab_size": factory.record.vocab_size,
-        "pad_id": factory.config.pad_id,
-        "end_of_text_id": factory.record.end_of_text_id,
+    layout: dict[str, Any] = {
+        **factory.sample_form(),
         "sample_lengths": factory.form.lengths,
         "pads_left": factory.form.lengths and factory.form.padding == "left",
         "loss_masks": factory.form.masked,

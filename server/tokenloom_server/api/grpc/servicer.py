@@ -141,7 +141,7 @@ class DataLoader:
             if getattr(request, field) < 0:
                 raise ConfigError(f"{field} is {getattr(request, field)}; expected a number from 0 on")
         with audit.pinning(served):
-            point = served.start_points.restore(
+            point = served.restores.restore(
                 snapshot_id=request.snapshot_id if kind == "snapshot_id" else None,
                 sample_index=request.sample_index if kind == "sample_index" else None,
                 text=request.snapshot_json if kind == "snapshot_json" else None,

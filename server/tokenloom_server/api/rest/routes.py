@@ -7,18 +7,22 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access, Scope
+from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.models import ErrorBody
 from tokenloom_server.api.rest.problems import quoted
 from tokenloom_server.api.run_folder import RunFolder
 from tokenloom_server.api.service import Runs
+from tokenloom_server.config.data_roots import DataRoots
 
 #: Plans at once: the first of a run reads from storage, and each waits in a thread that other requests need.
 MAX_PLANS = 4
@@ -55,7 +59,7 @@ async def refuse_unknown_parameters(request: Request) -> None:
             raise HTTPException(422, f"query: found the unknown parameter {quoted(name)}; {expected}{meant}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Backend:
     """What resources answer from."""
 
@@ -71,6 +75,16 @@ class Backend:
     """Held by each plan that is being made."""
     drawing: threading.Lock = field(default_factory=threading.Lock)
     """matplotlib's settings are the process's: one picture at a time."""
+
+    @cached_property
+    def changes(self) -> RunFolder:
+        """Adds and removes runs: with the folder that is followed, or until the server ends."""
+        return self.folder or RunFolder(self.runs, None, None, DataRoots())
+
+    @cached_property
+    def registry(self) -> CollectorRegistry:
+        """The metrics."""
+        return create_registry(self.runs, version=self.version, access=self.access, folder=self.folder)
 
 
 async def _app_backend(request: Request) -> Backend:

@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokenloom_server.api.auth import Scope
-from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.routes import AppBackend, Routes
 
 ROUTES = Routes()
@@ -24,6 +23,5 @@ ROUTES = Routes()
 )
 def metrics(backend: AppBackend, request: Request) -> Response:
     """The metrics for Prometheus."""
-    registry = create_registry(backend.runs, version=backend.version, access=backend.access, folder=backend.folder)
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(registry), media_type=None, headers={"content-type": content_type})
+    return Response(encode(backend.registry), media_type=None, headers={"content-type": content_type})

@@ -84,7 +84,7 @@ def restore(
     """
     served = backend.runs.get(run)
     with audit.pinning(served):
-        return served.start_points.restore(text=request.snapshot, **request.model_dump(exclude={"snapshot"}))
+        return served.restores.restore(text=request.snapshot, **request.model_dump(exclude={"snapshot"}))
 
 
 @ROUTES.add("DELETE", "/v1/runs/{run}/restore", Scope.CONTROL, errors=(409, 500), tags=["snapshots"])
@@ -95,7 +95,7 @@ def cancel_restore(backend: AppBackend, run: RunName) -> NextLaunch:
     """
     served = backend.runs.get(run)
     with audit.pinning(served):
-        return served.start_points.cancel()
+        return served.restores.cancel()
 
 
 @ROUTES.add("POST", "/v1/runs/{run}/fork", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])

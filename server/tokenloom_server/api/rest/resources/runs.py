@@ -10,9 +10,7 @@ from pydantic import ConfigDict, Field
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.rest.models import Model, RunName
-from tokenloom_server.api.rest.routes import AppBackend, Backend, Routes
-from tokenloom_server.api.run_folder import RunFolder
-from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_server.api.rest.routes import AppBackend, Routes
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.reports.runs import BrokenRun, ChangedRun, RunList
 from tokenloom_server.reports.stats import RunLosses, RunStats, RunSummary
@@ -95,10 +93,10 @@ def add_run(backend: AppBackend, request: Annotated[AddRequest, Body(openapi_exa
     """
     if (request.file is None) == (request.mixture is None):
         raise ConfigError("a run is added by its mixture file: give file or mixture, one of the two")
-    folder = _folder(backend)
-    name = folder.add(request.file, request.mixture, request.as_reason())
-    kept = f"It is served again after a restart, as long as it lies in {folder.folder}."
-    return ChangedRun(run=name, origin=backend.runs.origin(name).where, note=kept if folder.folder else _NOT_KEPT)
+    folder = backend.changes.folder
+    name = backend.changes.add(request.file, request.mixture, request.as_reason())
+    kept = f"It is served again after a restart, as long as it lies in {folder}."
+    return ChangedRun(run=name, origin=backend.runs.origin(name).where, note=kept if folder else _NOT_KEPT)
 
 
 @ROUTES.add("DELETE", "/v1/runs/{run}", Scope.ADMIN, errors=_ERRORS, tags=["runs"])
@@ -109,7 +107,7 @@ def remove_run(backend: AppBackend, run: RunName) -> ChangedRun:
     run: added again, it goes on. Its file in the folder of `--runs-dir` is renamed.
     """
     origin = backend.runs.origin(run)
-    away = _folder(backend).remove(run)
+    away = backend.changes.remove(run)
     note = f"Its mixture file is {away} now." if away is not None else _NOT_KEPT
     return ChangedRun(run=run, origin=origin.where, note=note)
 
@@ -144,8 +142,3 @@ def read_losses(backend: AppBackend, run: RunName) -> RunLosses:
     its memory: after a restart there are none. The history has losses that outlast it.
     """
     return backend.runs.get(run).losses.read()
-
-
-def _folder(backend: Backend) -> RunFolder:
-    """The folder that this server follows, or none: then runs stay until it ends."""
-    return backend.folder or RunFolder(backend.runs, None, None, DataRoots())

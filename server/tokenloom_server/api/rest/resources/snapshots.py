@@ -86,4 +86,4 @@ def read_snapshot(backend: AppBackend, run: RunName, snapshot_id: SnapshotId) ->
 
     The sealed text itself, unchanged: its checksum covers these bytes.
     """
-    return Response(backend.runs.get(run).past_states.saved(snapshot_id), media_type="application/json")
+    return Response(backend.runs.get(run).snapshots.saved(snapshot_id), media_type="application/json")
