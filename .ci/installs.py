@@ -56,7 +56,11 @@ def oldest(extra: str) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = project["optional-dependencies"][extra] if extra else []
     # The server's packages ask for a newer grpcio and protobuf than the client's.
-    lines += [line for line in project["dependencies"] if not extra or not line.startswith(("grpcio", "protobuf"))]
+    lines += [
+        line
+        for line in project["dependencies"]
+        if not extra or not line.startswith(("grpcio", "protobuf"))
+    ]
     bounds = (re.match(r"([\w.-]+)>=([\d.]+)", line) for line in lines)
     return [f"{bound[1]}=={bound[2]}" for bound in bounds if bound]
 
@@ -70,8 +74,15 @@ def environment(folder: Path, python: str, wheel: Path, extra: str, packages: st
     options = ["--quiet", "--disable-pip-version-check", "--only-binary=:all:", "-c", constraints]
     name = f"{wheel}[{extra}]" if extra else str(wheel)
     subprocess.run([folder / "bin" / "python", "-m", "pip", "install", *options, name], check=True)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    print(f"{folder.name}: {packages}, {size / 1e6:.0f} MB, {time.monotonic() - began:.0f} s", flush=True)
+    size = sum(
+        path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    )
+    print(
+        f"{folder.name}: {packages}, {size / 1e6:.0f} MB, {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
     return folder / "bin"
 
 
@@ -79,9 +90,13 @@ def names_its_engine(commands: Path, folder: Path) -> None:
     """A tokeniser of files is opened by both engines, in the versions that are there."""
     subprocess.run([commands / "python", "-c", TRAIN], cwd=folder, check=True)
     mixture = folder / "mixture.yaml"
-    text = mixture.read_text(encoding="utf-8").replace("tokenizer: bytes ", "tokenizer: tokenizer.json ")
+    text = mixture.read_text(encoding="utf-8").replace(
+        "tokenizer: bytes ", "tokenizer: tokenizer.json "
+    )
     (folder / "words.yaml").write_text(text, encoding="utf-8")
-    said = subprocess.check_output([commands / "tokenloom", "validate", "words.yaml"], cwd=folder, text=True)
+    said = subprocess.check_output(
+        [commands / "tokenloom", "validate", "words.yaml"], cwd=folder, text=True
+    )
     assert "gigatoken" in said, said
 
 
@@ -92,10 +107,14 @@ def read(client: Path, server: Path, folder: Path, release: str) -> list[str]:
     try:
         deadline, ready = time.monotonic() + START_DEADLINE_S, folder / "ready.json"
         while not ready.exists():
-            assert serving.poll() is None and time.monotonic() < deadline, "the server did not start"
+            assert serving.poll() is None and time.monotonic() < deadline, (
+                "the server did not start"
+            )
             time.sleep(0.05)
         url = f"grpc://{json.loads(ready.read_text(encoding='utf-8'))['grpc']}/sample"
-        found: list[str] = json.loads(subprocess.check_output([client / "python", "-c", READ, url, release], text=True))
+        found: list[str] = json.loads(
+            subprocess.check_output([client / "python", "-c", READ, url, release], text=True)
+        )
     finally:
         serving.terminate()
         serving.wait(START_DEADLINE_S)
@@ -104,16 +123,30 @@ def read(client: Path, server: Path, folder: Path, release: str) -> list[str]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("packages", choices=("oldest", "newest"))
     options.add_argument("--client", required=True, help="a Python")
-    options.add_argument("--server", required=True, help="a Python, or the command of an installed server")
+    options.add_argument(
+        "--server", required=True, help="a Python, or the command of an installed server"
+    )
     options.add_argument("--wheel", type=Path, help="one that is built; by default this tree's")
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if (wheel := chosen.wheel) is None:
-            build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
+            build = [
+                sys.executable,
+                "-m",
+                "pip",
+                "wheel",
+                "--quiet",
+                "--no-deps",
+                "--wheel-dir",
+                folder,
+                ROOT,
+            ]
             # Older versions of pip have no such option, and pass over a variable that they do not know.
             locked = os.environ | {"PIP_BUILD_CONSTRAINT": str(ROOT / "requirements" / "build.txt")}
             subprocess.run(build, check=True, env=locked)
@@ -123,7 +156,9 @@ def main() -> None:
         shutil.copytree(ROOT / "examples" / "compose", work)
         server = Path(chosen.server).absolute()
         if server.name != "tokenloom":
-            commands = environment(folder / "server", chosen.server, wheel, "server", chosen.packages)
+            commands = environment(
+                folder / "server", chosen.server, wheel, "server", chosen.packages
+            )
             names_its_engine(commands, work)
             server = commands / "tokenloom"
         client = environment(folder / "client", chosen.client, wheel, "", chosen.packages)

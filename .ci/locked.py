@@ -38,7 +38,10 @@ def differences(environment: Path, packaging: Path, files: tuple[str, ...]) -> l
     locked, found = json.loads(subprocess.check_output(command, input=lines, text=True))
     locked = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in locked.items()}
     # The build of torch for CPUs is named by a local version (+cpu), of which a lock says nothing.
-    found = {re.sub(r"[-_.]+", "-", name).lower(): version.partition("+")[0] for name, version in found.items()}
+    found = {
+        re.sub(r"[-_.]+", "-", name).lower(): version.partition("+")[0]
+        for name, version in found.items()
+    }
     return [
         f"{name}: locked {locked.get(name, 'nowhere')}, installed {found.get(name, 'not at all')}"
         for name in sorted((locked.keys() | found.keys()) - BESIDE)
@@ -53,7 +56,9 @@ def main() -> None:
     for below, files in FILES.items():
         if (environment := top / below).exists():
             lines = differences(environment, packaging, files)
-            print(f"{environment}: {', '.join(files)}: {'as locked' if not lines else f'{len(lines)} packages differ'}")
+            print(
+                f"{environment}: {', '.join(files)}: {'as locked' if not lines else f'{len(lines)} packages differ'}"
+            )
             print(*(f"    {line}" for line in lines), sep="\n", end="\n" if lines else "")
             wrong += len(lines)
     if wrong:

@@ -22,7 +22,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".cache" / "newest"
-TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+TORCH = next(
+    line
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line.startswith("torch==")
+)
 #: What the other writers ask for and nothing that is tested needs: vision's classes do not load with the CPU build of
 #: torch, and Mosaic's old transformers excludes the newest huggingface_hub.
 WITHOUT = {"torch", "torchvision", "torchaudio", "transformers"}
@@ -53,8 +57,12 @@ class Environment:
 
 ENVIRONMENTS = (
     Environment("trainers", TRAINERS),
-    Environment("mosaic", ["tests/sources/test_mds.py", "tests/tools/test_moving.py"], "mosaicml-streaming"),
-    Environment("litdata", ["tests/sources/test_litdata.py", "tests/tools/test_moving.py"], "litdata"),
+    Environment(
+        "mosaic", ["tests/sources/test_mds.py", "tests/tools/test_moving.py"], "mosaicml-streaming"
+    ),
+    Environment(
+        "litdata", ["tests/sources/test_litdata.py", "tests/tools/test_moving.py"], "litdata"
+    ),
 )
 
 
@@ -72,7 +80,9 @@ def wanted() -> list[str]:
     """What pyproject.toml asks for in any extra, without upper bounds."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [line for extra in project["optional-dependencies"].values() for line in extra]
-    lines = [line for line in (*project["dependencies"], *lines) if not line.startswith("tokenloom[")]
+    lines = [
+        line for line in (*project["dependencies"], *lines) if not line.startswith("tokenloom[")
+    ]
     return [re.sub(r",?<[\w.]+", "", line) for line in lines if not line.startswith("torch>=")]
 
 
@@ -96,7 +106,16 @@ def install(environment: Environment) -> Path:
     python = folder / "bin" / "python"
     constraints = folder / "constraints.txt"
     constraints.write_text(f"{TORCH}\n", encoding="utf-8")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", "--upgrade"]
+    pip = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-compile",
+        "--upgrade",
+    ]
     run(*pip, "pip", "packaging")
     pip += ["-c", constraints]
     run(*pip, "torch")
@@ -112,12 +131,20 @@ def install(environment: Environment) -> Path:
 
 def newer(python: Path) -> list[str]:
     """The packages whose version is not the lock's."""
-    listed = json.loads(run(python, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"))
-    text = "".join((ROOT / "requirements" / name).read_text(encoding="utf-8") for name in ("tests.txt", "no-deps.txt"))
+    listed = json.loads(
+        run(python, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check")
+    )
+    text = "".join(
+        (ROOT / "requirements" / name).read_text(encoding="utf-8")
+        for name in ("tests.txt", "no-deps.txt")
+    )
     locked: dict[str, set[str]] = {}
     for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE):
         locked.setdefault(re.sub(r"[-_.]+", "-", name).lower(), set()).add(version)
-    found = {re.sub(r"[-_.]+", "-", each["name"]).lower(): each["version"].partition("+")[0] for each in listed}
+    found = {
+        re.sub(r"[-_.]+", "-", each["name"]).lower(): each["version"].partition("+")[0]
+        for each in listed
+    }
     return [
         f"{name} {' or '.join(sorted(locked.get(name, {'(not locked)'})))} -> {version}"
         for name, version in sorted(found.items())
@@ -128,7 +155,9 @@ def newer(python: Path) -> list[str]:
 def main() -> None:
     chosen = sys.argv[1:]
     if unknown := set(chosen) - {each.name for each in ENVIRONMENTS}:
-        sys.exit(f"{', '.join(sorted(unknown))}: expected any of {', '.join(each.name for each in ENVIRONMENTS)}")
+        sys.exit(
+            f"{', '.join(sorted(unknown))}: expected any of {', '.join(each.name for each in ENVIRONMENTS)}"
+        )
     failed = []
     for environment in ENVIRONMENTS:
         if chosen and environment.name not in chosen:
@@ -138,25 +167,46 @@ def main() -> None:
         try:
             python = install(environment)
         except subprocess.CalledProcessError as error:
-            print(f"== {environment.name}: does not install: {' '.join(map(str, error.cmd[-4:]))}", flush=True)
+            print(
+                f"== {environment.name}: does not install: {' '.join(map(str, error.cmd[-4:]))}",
+                flush=True,
+            )
             failed.append(environment.name)
             continue
         print(*(f"    {line}" for line in newer(python)), sep="\n", flush=True)
         # Commands that tests start are those of this environment.
         path = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-        command = [python, "-m", "pytest", "-n", os.environ.get("JOBS", "3"), "--dist", "worksteal", "-q"]
+        command = [
+            python,
+            "-m",
+            "pytest",
+            "-n",
+            os.environ.get("JOBS", "3"),
+            "--dist",
+            "worksteal",
+            "-q",
+        ]
         # Those that only make test-all runs, too.
         command += ["-m", "not readers"]
         # mlflow-skinny excludes a package as the others have it; nothing here makes it the environment that it needs.
-        command += ["--deselect", "tests/integrations/test_trackers.py::test_mlflow_has_them_in_its_store"]
+        command += [
+            "--deselect",
+            "tests/integrations/test_trackers.py::test_mlflow_has_them_in_its_store",
+        ]
         tests = [path for path in environment.tests if (ROOT / path).exists()]
-        done = subprocess.run([*command, "-p", "no:cacheprovider", *tests], cwd=ROOT, env=os.environ | path)
+        done = subprocess.run(
+            [*command, "-p", "no:cacheprovider", *tests], cwd=ROOT, env=os.environ | path
+        )
         took = time.monotonic() - began
-        print(f"== {environment.name}: exit status {done.returncode} after {took:.0f} s", flush=True)
+        print(
+            f"== {environment.name}: exit status {done.returncode} after {took:.0f} s", flush=True
+        )
         if done.returncode:
             failed.append(environment.name)
     if failed:
-        sys.exit(f"fails with the newest packages: {', '.join(failed)}. CONTRIBUTING.md says what to do with that")
+        sys.exit(
+            f"fails with the newest packages: {', '.join(failed)}. CONTRIBUTING.md says what to do with that"
+        )
     print("\nnothing fails with the newest packages")
 
 

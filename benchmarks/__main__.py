@@ -21,7 +21,15 @@ from pathlib import Path
 
 from benchmarks import mixer, ranks, scale, throughput
 from benchmarks.results import FOLDER, Result, from_root, show
-from benchmarks.workloads import BATCH_SIZE, HEADLINES, RANKS, REALISTIC, REALISTIC_REMOTE, VARIANTS, WORKLOADS
+from benchmarks.workloads import (
+    BATCH_SIZE,
+    HEADLINES,
+    RANKS,
+    REALISTIC,
+    REALISTIC_REMOTE,
+    VARIANTS,
+    WORKLOADS,
+)
 
 #: Tokens per second that both ranks together take where they are paced: less than every workload has ready.
 PACE = 20e6
@@ -78,7 +86,9 @@ def rank_scaling(effort: Effort) -> None:
 def many_ranks(effort: Effort) -> None:
     """The same up to 2,000 ranks, and more runs: the curve of the documentation."""
     result = Result.begin("many-ranks", "the server under simulated ranks")
-    result.rows += ranks.run((*ranks.WORLD_SIZES, 2_000), WORKLOADS["arrow"], effort.runs, 2 * effort.seconds)
+    result.rows += ranks.run(
+        (*ranks.WORLD_SIZES, 2_000), WORKLOADS["arrow"], effort.runs, 2 * effort.seconds
+    )
     _keep(result, effort, ranks.COLUMNS)
 
 
@@ -141,15 +151,28 @@ def _keep(result: Result, effort: Effort, columns: dict[str, str] | None) -> Non
 
 def _module(name: str, effort: Effort, *options: str) -> None:
     """A benchmark that is a program of its own: it prints its table and writes its result."""
-    path = effort.folder / f"{time.strftime('%Y-%m-%d', time.gmtime())}-{name.replace('_', '-')}.json"
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--runs", str(effort.runs), "--json", str(path), *options]
+    path = (
+        effort.folder / f"{time.strftime('%Y-%m-%d', time.gmtime())}-{name.replace('_', '-')}.json"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        f"benchmarks.{name}",
+        "--runs",
+        str(effort.runs),
+        "--json",
+        str(path),
+        *options,
+    ]
     subprocess.run(command, check=True)
     print(f"written to {path}\n", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = f"of {', '.join(SECTIONS)}, which are all if none is given; or {', '.join(LONG)}"
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=names)

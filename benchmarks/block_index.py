@@ -47,7 +47,14 @@ def measure(files: int, runs: int) -> Row:
             fingerprints, _ = _took(partial(scheme_of(spec).shards, spec, folder))
             index, cpu = _took(look_up)
             again, _ = _took(look_up)
-        row.runs.append({"fingerprints s": fingerprints, "index s": index, "index CPU s": cpu, "kept index s": again})
+        row.runs.append(
+            {
+                "fingerprints s": fingerprints,
+                "index s": index,
+                "index CPU s": cpu,
+                "kept index s": again,
+            }
+        )
     return row
 
 
@@ -64,7 +71,9 @@ def _took(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--files", type=int, action="append", help="of a source; may be repeated")
     parser.add_argument("--runs", type=int, default=3, help="of each (default 3)")
     parser.add_argument("--json", type=Path, help=f"where the result goes (default below {FOLDER})")
@@ -72,7 +81,9 @@ def main() -> None:
     result = Result.begin("block-index", "a source of many Parquet files")
     result.rows += [measure(files, options.runs) for files in options.files or FILES]
     show(result, COLUMNS)
-    print(f"written to {result.save(options.json or FOLDER / f'{result.date[:10]}-block-index.json')}")
+    print(
+        f"written to {result.save(options.json or FOLDER / f'{result.date[:10]}-block-index.json')}"
+    )
 
 
 if __name__ == "__main__":

@@ -80,7 +80,9 @@ class Replay(DataLoaderServicer):
         size = case.message_steps * case.batch_size * case.sequence_length
         rng = np.random.default_rng(0)
         narrow = np.dtype(f"<u{case.id_bytes}")
-        self._ids = [rng.integers(0, VOCABULARY, size).astype(narrow).tobytes() for _ in range(MESSAGES)]
+        self._ids = [
+            rng.integers(0, VOCABULARY, size).astype(narrow).tobytes() for _ in range(MESSAGES)
+        ]
 
     def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:  # noqa: N802
         return wire.JoinResponse(
@@ -159,7 +161,10 @@ class Limit:
         """Waits until a message that ends at ``end`` is within the credits; False when the stream is over."""
 
         def within() -> bool:
-            return end <= self._progress.consumed_through + self._progress.credit_micro_steps * self._step
+            return (
+                end
+                <= self._progress.consumed_through + self._progress.credit_micro_steps * self._step
+            )
 
         with self._changed:
             self._changed.wait_for(lambda: self._over or within())
@@ -173,10 +178,16 @@ def serve(case: Case) -> None:
         "Join": grpc.unary_unary_rpc_method_handler(
             replay.Join, wire.JoinRequest.FromString, wire.JoinResponse.SerializeToString
         ),
-        "Stream": grpc.stream_stream_rpc_method_handler(replay.Stream, wire.StreamRequest.FromString, None),
+        "Stream": grpc.stream_stream_rpc_method_handler(
+            replay.Stream, wire.StreamRequest.FromString, None
+        ),
     }
-    server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.max_send_message_length", -1)])
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
+    server = grpc.server(
+        futures.ThreadPoolExecutor(16), options=[("grpc.max_send_message_length", -1)]
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     print(port, flush=True)
@@ -220,7 +231,9 @@ def _flat_out(batches: Iterator[Any], case: Case, seconds: float) -> dict[str, f
         "of it system": system / tokens * 1e9,
         "CPU µs/step": (user + system) / steps * 1e6,
         "faults/Mtoken": (after.ru_minflt - before.ru_minflt) / tokens * 1e6,
-        "switches/Mtoken": (after.ru_nvcsw + after.ru_nivcsw - before.ru_nvcsw - before.ru_nivcsw) / tokens * 1e6,
+        "switches/Mtoken": (after.ru_nvcsw + after.ru_nivcsw - before.ru_nvcsw - before.ru_nivcsw)
+        / tokens
+        * 1e6,
         "M tokens/s": tokens / wall / 1e6,
     }
 
@@ -250,7 +263,9 @@ def _ready(batches: Iterator[Any], seconds: float) -> dict[str, float]:
         next(batches)
         waits.append(clock() - asked)
     waits.sort()
-    p50, p99, p999 = (waits[min(len(waits) - 1, int(len(waits) * share))] * 1e6 for share in (0.5, 0.99, 0.999))
+    p50, p99, p999 = (
+        waits[min(len(waits) - 1, int(len(waits) * share))] * 1e6 for share in (0.5, 0.99, 0.999)
+    )
     return {
         "next() p50 µs": p50,
         "p99 µs": p99,
@@ -285,7 +300,9 @@ def measure(name: str, ranks: int, seconds: float) -> dict[str, float]:
         port = server.stdout.readline().strip()
         trainers = [
             subprocess.Popen(
-                [*me, "--role", "trainer", "--port", port, "--rank", str(rank)], stdout=subprocess.PIPE, text=True
+                [*me, "--role", "trainer", "--port", port, "--rank", str(rank)],
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for rank in range(ranks)
         ]
@@ -300,10 +317,18 @@ def measure(name: str, ranks: int, seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, action="append", help="one or more; all if not given")
-    parser.add_argument("--ranks", type=int, default=1, help="trainers at the same time (default 1)")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each case; medians are shown (default 3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--case", choices=CASES, action="append", help="one or more; all if not given"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="trainers at the same time (default 1)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="runs of each case; medians are shown (default 3)"
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="of each phase (default 4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     parser.add_argument("--role", choices=("server", "trainer"), help=argparse.SUPPRESS)

@@ -74,9 +74,14 @@ class IdCorpus:
                 wide = pa.table({"ids": pa.ListArray.from_arrays(ends, pa.array(ids))})
                 path = folder / "parquet" / str(source) / f"{shard:05d}.parquet"
                 pq.write_table(wide, path, row_group_size=ROW_GROUP)
-                table = pa.table({"ids": pa.ListArray.from_arrays(ends, pa.array(ids.astype(narrow)))})
+                table = pa.table(
+                    {"ids": pa.ListArray.from_arrays(ends, pa.array(ids.astype(narrow)))}
+                )
                 mapped = folder / "arrow" / str(source) / f"{shard:05d}.arrow"
-                with pa.OSFile(str(mapped), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+                with (
+                    pa.OSFile(str(mapped), "wb") as out,
+                    pa.ipc.new_file(out, table.schema) as writer,
+                ):
                     writer.write_table(table, max_chunksize=ROW_GROUP)
                 for copy in range(1, self.links):
                     for original in (path, mapped):
@@ -108,7 +113,9 @@ class TextCorpus:
                 kinds[kind].append(text)
                 sizes[kind] += len(text.encode())
         if not all(sizes):
-            raise SystemExit(f"too little text under {[str(root) for root in self.roots]}: found {sizes} bytes by kind")
+            raise SystemExit(
+                f"too little text under {[str(root) for root in self.roots]}: found {sizes} bytes by kind"
+            )
         total = min(size / weight for size, weight in zip(sizes, WEIGHTS, strict=True))
         rng = np.random.default_rng(2)
         learned: list[str] = []
@@ -152,7 +159,9 @@ class OwnedCorpus:
 
     def make(self, folder: Path) -> None:
         for path in sorted(folder_of(self.ids).glob("arrow/*/*.arrow")):
-            rows = pa.ipc.open_file(pa.memory_map(str(path))).read_all().column("ids").combine_chunks()
+            rows = (
+                pa.ipc.open_file(pa.memory_map(str(path))).read_all().column("ids").combine_chunks()
+            )
             offsets = np.asarray(rows.offsets).astype(np.int64)
             ids = np.insert(np.asarray(rows.values), offsets[1:], END_OF_TEXT)
             lengths = np.diff(offsets) + 1
@@ -162,7 +171,9 @@ class OwnedCorpus:
             write_megatron(folder / "megatron" / path.parent.name / path.stem, ids, lengths)
 
 
-def write_megatron(prefix: Path, ids: npt.NDArray[np.uint16], lengths: npt.NDArray[np.int64]) -> None:
+def write_megatron(
+    prefix: Path, ids: npt.NDArray[np.uint16], lengths: npt.NDArray[np.int64]
+) -> None:
     """An indexed dataset of Megatron-LM: one sequence for each document."""
     ids.tofile(prefix.with_suffix(".bin"))
     with prefix.with_suffix(".idx").open("wb") as file:
@@ -190,11 +201,20 @@ class SmallFiles:
             path = folder / self.form / within / f"{number:06d}.{self.form}"
             path.parent.mkdir(parents=True, exist_ok=True)
             ids = draw_ids(rng, 20 * 50, VOCABULARY).reshape(20, 50)
-            table = pa.table({"ids": pa.FixedSizeListArray.from_arrays(ids.ravel(), 50).cast(pa.list_(pa.int32()))})
+            table = pa.table(
+                {
+                    "ids": pa.FixedSizeListArray.from_arrays(ids.ravel(), 50).cast(
+                        pa.list_(pa.int32())
+                    )
+                }
+            )
             if self.form == "parquet":
                 pq.write_table(table, path)
             elif self.form == "arrow":
-                with pa.OSFile(str(path), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+                with (
+                    pa.OSFile(str(path), "wb") as out,
+                    pa.ipc.new_file(out, table.schema) as writer,
+                ):
                     writer.write_table(table)
             else:
                 path.write_text("".join(json.dumps({"ids": row}) + "\n" for row in ids.tolist()))
@@ -215,7 +235,8 @@ W1_OWNED = OwnedCorpus(name="owned", ids=W1)
 W1_128K = IdCorpus(
     name="ids-128k",
     sources=tuple(
-        Documents(count=old.count // 2, mean=old.mean, sigma=old.sigma, files=old.files) for old in W1.sources
+        Documents(count=old.count // 2, mean=old.mean, sigma=old.sigma, files=old.files)
+        for old in W1.sources
     ),
     vocabulary=128_256,
 )
@@ -231,7 +252,9 @@ W2 = TextCorpus(
 
 def sources_corpus(count: int) -> IdCorpus:
     """So many sources of equal size, 48 M tokens in all, or a row group each where they are many."""
-    return IdCorpus(name=f"sources-{count}", sources=(Documents(count=max(1_000, 100_000 // count)),) * count)
+    return IdCorpus(
+        name=f"sources-{count}", sources=(Documents(count=max(1_000, 100_000 // count)),) * count
+    )
 
 
 def shards_corpus(count: int) -> IdCorpus:
@@ -246,12 +269,18 @@ def shards_corpus(count: int) -> IdCorpus:
 
 def rows_corpus(millions: int) -> IdCorpus:
     """One source of so many million rows, in shards of 250,000: one file and links to it."""
-    return IdCorpus(name=f"rows-{millions}m", sources=(Documents(count=250_000),), links=4 * millions)
+    return IdCorpus(
+        name=f"rows-{millions}m", sources=(Documents(count=250_000),), links=4 * millions
+    )
 
 
 def files_corpus(count: int) -> IdCorpus:
     """One source of so many files, a multiple of twenty, of five row groups each: twenty files and links to them."""
-    return IdCorpus(name=f"files-{count}", sources=(Documents(count=100 * ROW_GROUP, files=20),), links=count // 20)
+    return IdCorpus(
+        name=f"files-{count}",
+        sources=(Documents(count=100 * ROW_GROUP, files=20),),
+        links=count // 20,
+    )
 
 
 def folder_of(corpus: Corpus | SmallFiles, cache: Path = CACHE) -> Path:
@@ -270,7 +299,9 @@ def folder_of(corpus: Corpus | SmallFiles, cache: Path = CACHE) -> Path:
     return folder
 
 
-def document_lengths(rng: np.random.Generator, count: int, documents: Documents) -> npt.NDArray[np.int64]:
+def document_lengths(
+    rng: np.random.Generator, count: int, documents: Documents
+) -> npt.NDArray[np.int64]:
     """Log-normal lengths in tokens, at least 4, of mean ``documents.mean``."""
     mu = np.log(documents.mean) - documents.sigma**2 / 2
     return np.maximum(4, rng.lognormal(mu, documents.sigma, count)).astype(np.int64)
@@ -284,9 +315,13 @@ def draw_ids(rng: np.random.Generator, count: int, vocabulary: int) -> npt.NDArr
 
 
 _CODE = frozenset({".py", ".pyi"})
-_REFERENCE = frozenset({".h", ".hpp", ".cuh", ".c", ".cpp", ".html", ".md", ".rst", ".txt", ".java", ".rs"})
+_REFERENCE = frozenset(
+    {".h", ".hpp", ".cuh", ".c", ".cpp", ".html", ".md", ".rst", ".txt", ".java", ".rs"}
+)
 _OTHER = frozenset({".js", ".css", ".pm", ".pl", ".tcl", ".sh", ".xml", ".json"})
-_KINDS = {ending: kind for kind, endings in enumerate((_CODE, _REFERENCE, _OTHER)) for ending in endings}
+_KINDS = {
+    ending: kind for kind, endings in enumerate((_CODE, _REFERENCE, _OTHER)) for ending in endings
+}
 #: What stands in several installations of Python is the same, or nearly so.
 _INSTALLED = re.compile(r".*/(?:site-packages|dist-packages|python\d\.\d+|python3|include)/")
 
@@ -298,10 +333,17 @@ def own_text(roots: Sequence[Path]) -> Iterator[tuple[int, str]]:
     """
     seen: set[str] = set()
     for root in roots:
-        for path in sorted(path for folder, _, names in os.walk(root) for path in (Path(folder, n) for n in names)):
+        for path in sorted(
+            path for folder, _, names in os.walk(root) for path in (Path(folder, n) for n in names)
+        ):
             kind = _KINDS.get(path.suffix)
             name = _INSTALLED.sub("", str(path))
-            if kind is None or name in seen or path.is_symlink() or not 200 <= path.stat().st_size <= 400_000:
+            if (
+                kind is None
+                or name in seen
+                or path.is_symlink()
+                or not 200 <= path.stat().st_size <= 400_000
+            ):
                 continue
             try:
                 content = path.read_bytes()
@@ -337,9 +379,15 @@ def _parts(count: int, parts: int) -> Iterator[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="show what is there instead of making it")
-    parser.add_argument("--cache", type=Path, default=CACHE, help=f"where to keep them (default {CACHE})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="show what is there instead of making it"
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=CACHE, help=f"where to keep them (default {CACHE})"
+    )
     options = parser.parse_args()
     if options.list:
         for folder in sorted(options.cache.glob("*")):

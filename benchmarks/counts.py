@@ -55,7 +55,9 @@ def timeline_of(folder: Path, sources: int, *, padded: bool) -> Timeline:
         **({"packing": "none", "pad_id": 0} if padded else {}),
         "mixture": {
             "policy": "weighted",
-            "children": [{"source": f"npy:{source}.npy", "epochs": "inf"} for source in range(sources)],
+            "children": [
+                {"source": f"npy:{source}.npy", "epochs": "inf"} for source in range(sources)
+            ],
         },
     }
     parsed = config.parse(document, where="counts", catalog=open_catalog())
@@ -73,8 +75,20 @@ def received(group: StepGroup, steps: int, rank: int, base: Base) -> tuple[int, 
         def take(data: bytes = data) -> list[Point]:
             delivered = read(data).delivered
             assert delivered is not None
-            numbers = delivered.end_indices, delivered.total_tokens, delivered.real_tokens, delivered.digests
-            return list(map(Point, *numbers, repeat(base), zip(repeat(delivered.counts), count(1), strict=False)))
+            numbers = (
+                delivered.end_indices,
+                delivered.total_tokens,
+                delivered.real_tokens,
+                delivered.digests,
+            )
+            return list(
+                map(
+                    Point,
+                    *numbers,
+                    repeat(base),
+                    zip(repeat(delivered.counts), count(1), strict=False),
+                )
+            )
 
         more, taken = timed(take)
         spent += taken
@@ -88,7 +102,9 @@ def main() -> None:
     parser.add_argument("--sources", type=int, default=1000)
     parser.add_argument("--padded", action="store_true")
     options = parser.parse_args()
-    figures: dict[str, list[float]] = {name: [] for name in ("group", "messages", "bytes", "client", "state_dict")}
+    figures: dict[str, list[float]] = {
+        name: [] for name in ("group", "messages", "bytes", "client", "state_dict")
+    }
     with tempfile.TemporaryDirectory() as folder:
         timeline = timeline_of(Path(folder), options.sources, padded=options.padded)
         sample_bytes = timeline.sample_bytes
@@ -97,7 +113,10 @@ def main() -> None:
         template = json.dumps(timeline.first.record.template("0" * 32, "train", 1)).encode()
         for _ in range(GROUPS):
             plan = BatchPlan(
-                start_index=pipeline.sample_index, world_size=RANKS, batch_size=BATCH, group_micro_steps=steps
+                start_index=pipeline.sample_index,
+                world_size=RANKS,
+                batch_size=BATCH,
+                group_micro_steps=steps,
             )
             group = pipeline.begin_group(plan)
             group.resume_state = timeline.encode(group.base)
@@ -105,7 +124,8 @@ def main() -> None:
             _, made = timed(lambda group=group: pipeline.fill(group, steps))  # type: ignore[misc]
             ranks, sent = timed(
                 lambda group=group, base=base: [  # type: ignore[misc]
-                    received(group, message_steps(sample_bytes, BATCH), rank, base) for rank in range(RANKS)
+                    received(group, message_steps(sample_bytes, BATCH), rank, base)
+                    for rank in range(RANKS)
                 ]
             )
             history = History(template, ranks[0][2][-1], None)
@@ -114,12 +134,17 @@ def main() -> None:
             figures["group"].append(made / steps)
             figures["messages"].append((sent - client) / steps)
             figures["bytes"].append(
-                (sum(size for size, _, _ in ranks) / RANKS - len(base.resume_state)) / steps - BATCH * sample_bytes
+                (sum(size for size, _, _ in ranks) / RANKS - len(base.resume_state)) / steps
+                - BATCH * sample_bytes
             )
             figures["client"].append(client / RANKS / steps)
             figures["state_dict"].append(written)
     rest = {name: round(statistics.median(values[2:]), 1) for name, values in figures.items()}
-    print(json.dumps({"sources": options.sources, "padded": options.padded, "micro_steps": steps} | rest))
+    print(
+        json.dumps(
+            {"sources": options.sources, "padded": options.padded, "micro_steps": steps} | rest
+        )
+    )
 
 
 if __name__ == "__main__":

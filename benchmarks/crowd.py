@@ -34,7 +34,9 @@ NOTE_EVERY_S = 0.02
 class Crowd:
     """The ranks [first, last) of a run."""
 
-    def __init__(self, url: str, world_size: int, attempt: str, batch_size: int, cells: np.memmap) -> None:
+    def __init__(
+        self, url: str, world_size: int, attempt: str, batch_size: int, cells: np.memmap
+    ) -> None:
         """``cells``: the crowd's line on the board."""
         address, _, self.run_name = url.removeprefix("grpc://").partition("/")
         self.address = address
@@ -92,7 +94,9 @@ class Crowd:
                     rank=rank,
                     nonce=nonce,
                     received_through=joined.start_index,
-                    progress=wire.Progress(consumed_through=joined.start_index, credit_micro_steps=credit),
+                    progress=wire.Progress(
+                        consumed_through=joined.start_index, credit_micro_steps=credit
+                    ),
                 )
             )
         )
@@ -114,7 +118,9 @@ class Crowd:
             if now > self._noted_at + NOTE_EVERY_S:
                 self._noted_at = now
                 self.cells[1] = min(self.steps.values())
-            progress = wire.Progress(consumed_through=steps[-1].end_index, credit_micro_steps=credit)
+            progress = wire.Progress(
+                consumed_through=steps[-1].end_index, credit_micro_steps=credit
+            )
             await call.write(wire.StreamRequest(progress=progress))
 
 
@@ -133,15 +139,25 @@ async def _until_sigterm(crowd: Crowd, first: int, last: int, gaps: Path) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", required=True, help="grpc://host:port/run")
     parser.add_argument("--ranks", required=True, metavar="FIRST:LAST", help="half-open")
     parser.add_argument("--world-size", type=int, required=True)
-    parser.add_argument("--attempt", default="bench", help="one id for all ranks of the launch (default bench)")
+    parser.add_argument(
+        "--attempt", default="bench", help="one id for all ranks of the launch (default bench)"
+    )
     parser.add_argument("--batch-size", type=int, default=8, help="samples per step (default 8)")
-    parser.add_argument("--board", type=Path, required=True, help="file of int64 [crowds, 3]: tokens, steps, ended")
-    parser.add_argument("--line", type=int, default=0, help="the crowd's line on the board (default 0)")
-    parser.add_argument("--gaps", type=Path, required=True, help="where to write the gaps on SIGTERM (.npy)")
+    parser.add_argument(
+        "--board", type=Path, required=True, help="file of int64 [crowds, 3]: tokens, steps, ended"
+    )
+    parser.add_argument(
+        "--line", type=int, default=0, help="the crowd's line on the board (default 0)"
+    )
+    parser.add_argument(
+        "--gaps", type=Path, required=True, help="where to write the gaps on SIGTERM (.npy)"
+    )
     options = parser.parse_args()
     first, last = map(int, options.ranks.split(":"))
     cells = np.memmap(options.board, np.int64, "r+").reshape(-1, 3)[options.line]

@@ -68,7 +68,9 @@ Move = Callable[[Batch], Batch]
 
 def move_plainly(device: torch.device) -> Move:
     """As most loops do."""
-    return lambda batch: {name: value.to(device) if _is_tensor(value) else value for name, value in batch.items()}
+    return lambda batch: {
+        name: value.to(device) if _is_tensor(value) else value for name, value in batch.items()
+    }
 
 
 def move_pinned(device: torch.device) -> Move:
@@ -77,7 +79,9 @@ def move_pinned(device: torch.device) -> Move:
 
     def move(batch: Batch) -> Batch:
         return {
-            name: (value.pin_memory() if pin else value).to(device, non_blocking=True) if _is_tensor(value) else value
+            name: (value.pin_memory() if pin else value).to(device, non_blocking=True)
+            if _is_tensor(value)
+            else value
             for name, value in batch.items()
         }
 
@@ -119,7 +123,9 @@ def messages_of(layout: Layout) -> list[Message]:
     return found
 
 
-def batches_of(layout: Layout, device: torch.device, way: str) -> tuple[Callable[[int], Batch], Callable[[], int]]:
+def batches_of(
+    layout: Layout, device: torch.device, way: str
+) -> tuple[Callable[[int], Batch], Callable[[], int]]:
     """The batch of a step, counted on for ever; and the bytes that crossed since it was last asked."""
     messages, maker = messages_of(layout), TensorMaker(layout)
     crossed = 0
@@ -180,7 +186,9 @@ def transfer(layout: Layout, device: torch.device, way: str, steps: int) -> dict
         "wall µs/step": wall_s / steps * 1e6,
     }
     if device.type == "cuda":
-        figures["GPU µs/step"] = statistics.median(gpu_s(batch_of, step) * 1e6 for step in range(min(steps, 100)))
+        figures["GPU µs/step"] = statistics.median(
+            gpu_s(batch_of, step) * 1e6 for step in range(min(steps, 100))
+        )
     return figures
 
 
@@ -212,7 +220,9 @@ def gpu_s(batch_of: Callable[[int], Batch], step: int) -> float:
 def server(case: str) -> Iterator[str]:
     """The URL of a run that never ends."""
     command = [sys.executable, "-m", "benchmarks.client_path", "--role", "server", "--case", case]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
             yield f"grpc://127.0.0.1:{process.stdout.readline().strip()}/{RUN}"
@@ -226,7 +236,9 @@ def check(case: str, device: torch.device, steps: int) -> None:
         options: dict[str, Any] = {"rank": 0, "world_size": 1}
         with (
             RemoteDataset(url, CASES[case].batch_size, attempt="a", **options) as plain,
-            RemoteDataset(url, CASES[case].batch_size, attempt="b", device=device, **options) as moved,
+            RemoteDataset(
+                url, CASES[case].batch_size, attempt="b", device=device, **options
+            ) as moved,
         ):
             for step, expected, batch in zip(range(steps), plain, moved, strict=False):
                 found = dict[str, Any](batch)
@@ -237,7 +249,9 @@ def check(case: str, device: torch.device, steps: int) -> None:
                     for name, value in dict[str, Any](expected).items()
                 )
                 if not same or moved.state_dict() != plain.state_dict():
-                    raise SystemExit(f"{case}: batch or state of step {step} on {device} is not that of the CPU")
+                    raise SystemExit(
+                        f"{case}: batch or state of step {step} on {device} is not that of the CPU"
+                    )
 
 
 class Work:
@@ -246,7 +260,9 @@ class Work:
     def __init__(self, device: torch.device, ms: float) -> None:
         cuda = device.type == "cuda"
         size = 4096 if cuda else 128
-        self._matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
+        self._matrix = torch.randn(
+            size, size, device=device, dtype=torch.bfloat16 if cuda else torch.float32
+        )
         self._table = torch.randn(VOCABULARY, 8, device=device)
         self._done = Done(device)
         self._repeats = 8
@@ -260,7 +276,10 @@ class Work:
 
     def step(self, batch: Batch) -> float:
         """A value that the host waits for, as for the loss in a log."""
-        found = torch.nn.functional.embedding(batch["input_ids"], self._table).sum() + batch["labels"].sum()
+        found = (
+            torch.nn.functional.embedding(batch["input_ids"], self._table).sum()
+            + batch["labels"].sum()
+        )
         self._products()
         self._done.wait()
         return float(found.item())
@@ -270,7 +289,9 @@ class Work:
             torch.mm(self._matrix, self._matrix)
 
 
-def overlap(case: str, device: torch.device, way: str | None, steps: int, compute_ms: float) -> dict[str, float]:
+def overlap(
+    case: str, device: torch.device, way: str | None, steps: int, compute_ms: float
+) -> dict[str, float]:
     """Steps that compute; ``way`` None: always on the same batch."""
     form: Case = CASES[case]
     work = Work(device, compute_ms)
@@ -303,13 +324,22 @@ def overlap(case: str, device: torch.device, way: str | None, steps: int, comput
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu (default cuda)")
     parser.add_argument("--steps", type=int, default=300, help="of each run (default 300)")
-    parser.add_argument("--runs", type=int, default=3, help="of each row; medians are shown (default 3)")
-    parser.add_argument("--compute-ms", type=float, default=2.0, help="of a training step (default 2)")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the first table there, and the other beside it"
+        "--runs", type=int, default=3, help="of each row; medians are shown (default 3)"
+    )
+    parser.add_argument(
+        "--compute-ms", type=float, default=2.0, help="of a training step (default 2)"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write the first table there, and the other beside it",
     )
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -325,11 +355,16 @@ def main() -> None:
     show(crossing)
 
     check("batch-8", device, options.steps)
-    training = Result.begin("device-steps", f"steps of {options.compute_ms:g} ms on {named}, batches from a server")
+    training = Result.begin(
+        "device-steps", f"steps of {options.compute_ms:g} ms on {named}, batches from a server"
+    )
     for case in ("batch-8", "batch-8-u32"):
         for chosen in (None, *WAYS):
             row = Row(name=f"{case}: {chosen or 'always the same batch'}")
-            row.runs += [overlap(case, device, chosen, options.steps, options.compute_ms) for _ in range(options.runs)]
+            row.runs += [
+                overlap(case, device, chosen, options.steps, options.compute_ms)
+                for _ in range(options.runs)
+            ]
             training.rows.append(row)
     show(training)
     if options.json:

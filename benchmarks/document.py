@@ -36,7 +36,11 @@ def table(result: Result, columns: Mapping[str, str], rows: Sequence[Row] | None
     """Medians as Markdown. ``columns``: heading → figure; those that no row has are left out."""
     rows = result.rows if rows is None else rows
     medians = [row.median for row in rows]
-    shown = {heading: name for heading, name in columns.items() if any(name in median for median in medians)}
+    shown = {
+        heading: name
+        for heading, name in columns.items()
+        if any(name in median for median in medians)
+    }
     lines = [f"| | {' | '.join(shown)} |", "|---|" + "---:|" * len(shown)]
     for row, median in zip(rows, medians, strict=True):
         cells = [number(median[name]) if name in median else "" for name in shown.values()]
@@ -48,7 +52,11 @@ def table(result: Result, columns: Mapping[str, str], rows: Sequence[Row] | None
 def source(result: Result) -> str:
     """Where a result comes from: runs, command, date, commit."""
     runs = sorted({len(row.runs) for row in result.rows if row.runs})
-    many = f"{runs[0]} to {runs[-1]} runs" if len(runs) > 1 else f"{runs[0]} run{'s' if runs[0] > 1 else ''}"
+    many = (
+        f"{runs[0]} to {runs[-1]} runs"
+        if len(runs) > 1
+        else f"{runs[0]} run{'s' if runs[0] > 1 else ''}"
+    )
     return f"<sub>Medians of {many}; `{result.command}`, {result.date[:10]}, commit {result.commit}.</sub>"
 
 
@@ -86,7 +94,11 @@ def _large_run(folder: Path) -> str:
 
 
 def _paced(folder: Path) -> str:
-    columns = {heading: name for heading, name in THROUGHPUT_COLUMNS.items() if "wait" in name or name == "M tokens/s"}
+    columns = {
+        heading: name
+        for heading, name in THROUGHPUT_COLUMNS.items()
+        if "wait" in name or name == "M tokens/s"
+    }
     return table(newest("paced", folder), columns)
 
 
@@ -95,7 +107,9 @@ def _ranks(folder: Path) -> str:
 
 
 def _mixer(folder: Path) -> str:
-    return table(newest("mixer", folder), {"ns per sample": "ns/sample", "ns per token of 2,048": "ns/token"})
+    return table(
+        newest("mixer", folder), {"ns per sample": "ns/sample", "ns per token of 2,048": "ns/token"}
+    )
 
 
 def _scale(over: str) -> Callable[[Path], str]:
@@ -137,13 +151,18 @@ def _readers_sizing(folder: Path) -> str:
     readers, serving = newest("readers", folder), _serving(folder)
     cost = readers.rows[-1].median
     # Of the same hour: from day to day the machine differs by more than what is compared.
-    leader, text = cost["leader ns/token"], readers.row("text, no readers").median["leader ns/token"] + serving
+    leader, text = (
+        cost["leader ns/token"],
+        readers.row("text, no readers").median["leader ns/token"] + serving,
+    )
     lines = [
         "| tokens/s of text | cores without readers | CPUs of readers | cores of the server then |",
         "|---:|---:|---:|---:|",
     ]
     for tokens in (10e6, 50e6, 100e6, 200e6):
-        cores = [tokens * ns / 1e9 for ns in (text, cost["all ns/token"] - leader, leader + serving)]
+        cores = [
+            tokens * ns / 1e9 for ns in (text, cost["all ns/token"] - leader, leader + serving)
+        ]
         lines.append(f"| {tokens / 1e6:.0f} M | {' | '.join(map(number, cores))} |")
     return "\n".join(lines) + (
         f"\n\n<sub>Modelled: tokens/s times measured ns per token. Without readers {number(text)}; readers "
@@ -160,8 +179,14 @@ def _serving(folder: Path) -> float:
 
 def _replicas(folder: Path) -> str:
     """What replicas that all make one order would cost, and carry."""
-    serving, made = _serving(folder), newest("readers", folder).row("narrow ids in Arrow").median["leader ns/token"]
-    lines = ["| replicas | CPU ns/token, all | M tokens/s, uint16 | M tokens/s, uint32 |", "|---:|---:|---:|---:|"]
+    serving, made = (
+        _serving(folder),
+        newest("readers", folder).row("narrow ids in Arrow").median["leader ns/token"],
+    )
+    lines = [
+        "| replicas | CPU ns/token, all | M tokens/s, uint16 | M tokens/s, uint32 |",
+        "|---:|---:|---:|---:|",
+    ]
     for count in (1, 2, 4):
         carried = [min(count * NIC_BYTES / size, 1e9 / made) / 1e6 for size in BYTES.values()]
         lines.append(f"| {count} | {' | '.join(map(number, (count * made + serving, *carried)))} |")
@@ -183,22 +208,38 @@ def _ratios(folder: Path) -> str:
     """One short table for the README: ours, and every peer, on ids and on text."""
     ids, text = newest("peers-ids", folder), newest("peers-text", folder)
     speed = "M tokens/CPU-s"
-    ours = {row.name: number(row.median[speed]) for row in (*ids.rows, *text.rows) if row.name.startswith("tokenloom")}
+    ours = {
+        row.name: number(row.median[speed])
+        for row in (*ids.rows, *text.rows)
+        if row.name.startswith("tokenloom")
+    }
     lines = [
         "| loader | | ids | ours / it | prepared, ours / it | text | ours / it |",
         "|---|---|---:|---:|---:|---:|---:|",
         f"| **tokenloom** | over the network, packs during the run | **{ours['tokenloom, parquet']}**, prepared "
         f"**{ours['tokenloom, arrow']}** | | | **{ours['tokenloom, text']}** | |",
     ]
-    peers = {row.name: row for row in (*ids.rows, *text.rows) if not row.name.startswith(("tokenloom", "prototype"))}
+    peers = {
+        row.name: row
+        for row in (*ids.rows, *text.rows)
+        if not row.name.startswith(("tokenloom", "prototype"))
+    }
     of_ids, of_text = ({row.name: row.median for row in result.rows} for result in (ids, text))
     for name, row in peers.items():
-        figures = [of_ids.get(name, {}).get(key) for key in (speed, "ours / it", "ours, narrow / it")]
+        figures = [
+            of_ids.get(name, {}).get(key) for key in (speed, "ours / it", "ours, narrow / it")
+        ]
         figures += [of_text.get(name, {}).get(key) for key in (speed, "ours / it")]
         cells = ["" if figure is None else number(figure) for figure in figures]
-        note = row.note if row.note.startswith(("failed", "does not", "not ")) else row.note.partition(":")[0]
+        note = (
+            row.note
+            if row.note.startswith(("failed", "does not", "not "))
+            else row.note.partition(":")[0]
+        )
         lines.append(f"| {name} | {note} | {' | '.join(cells)} |")
-    here = machine(Result(what="", title="", machine=ids.machine, versions=ids.versions | text.versions))
+    here = machine(
+        Result(what="", title="", machine=ids.machine, versions=ids.versions | text.versions)
+    )
     return "\n".join(lines) + f"\n\n{source(ids)}\n<sub>{here}</sub>"
 
 
@@ -207,17 +248,24 @@ def _sizing(folder: Path) -> str:
     result = newest("throughput", folder)
     forms = {"parquet": "int32 Parquet", "arrow": "narrow Arrow", "text": "text"}
     medians = {form: result.row(form).median for form in forms}
-    headings = [f"server cores, {name}" for name in forms.values()] + [f"MB/s, {kind}" for kind in BYTES]
+    headings = [f"server cores, {name}" for name in forms.values()] + [
+        f"MB/s, {kind}" for kind in BYTES
+    ]
     lines = [f"| tokens/s wanted | {' | '.join(headings)} |", "|---:|" + "---:|" * len(headings)]
     for tokens, name in WANTED.items():
         cells = [
-            number(tokens * median["server ns/token"] / 1e9) + "*" * (tokens > median["M tokens/s"] * 1e6)
+            number(tokens * median["server ns/token"] / 1e9)
+            + "*" * (tokens > median["M tokens/s"] * 1e6)
             for median in medians.values()
         ]
         cells += [number(tokens * size / 1e6) for size in BYTES.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    costs = ", ".join(f"{forms[form]} {number(median['server ns/token'])}" for form, median in medians.items())
-    memory = ", ".join(f"{forms[form]} {number(median['server PSS MB'])}" for form, median in medians.items())
+    costs = ", ".join(
+        f"{forms[form]} {number(median['server ns/token'])}" for form, median in medians.items()
+    )
+    memory = ", ".join(
+        f"{forms[form]} {number(median['server PSS MB'])}" for form, median in medians.items()
+    )
     notes = (
         f"From the server's ns per token above: {costs}. Memory of the server at any of these rates, three sources and "
         f"two ranks, MB: {memory}. *: more than one run reached here, where {result.machine['cores']} cores had the "
@@ -278,8 +326,12 @@ def blocks_in(texts: Iterable[str]) -> set[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=FOLDER, help=f"folder of results (default {FOLDER})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--results", type=Path, default=FOLDER, help=f"folder of results (default {FOLDER})"
+    )
     options = parser.parse_args()
     for path in DOCUMENTS:
         text, kept = rendered(path.read_text(encoding="utf-8"), options.results)

@@ -46,10 +46,14 @@ def write(folder: Path, form: str) -> str:
     flat = pa.concat_arrays([flat] * 64)
     latents: pa.Array = pa.FixedSizeListArray.from_arrays(flat, size)
     if form == "arrow":
-        latents = pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.float16(), SHAPE), latents)
+        latents = pa.ExtensionArray.from_storage(
+            pa.fixed_shape_tensor(pa.float16(), SHAPE), latents
+        )
     else:
         for length in reversed(SHAPE):
-            flat = pa.ListArray.from_arrays(np.arange(0, len(flat) + 1, length, dtype=np.int32), flat)
+            flat = pa.ListArray.from_arrays(
+                np.arange(0, len(flat) + 1, length, dtype=np.int32), flat
+            )
         latents = flat
     columns = {"latent": latents, "bucket_of": ["a", "b", "b"] * (ROWS // 3) + ["a"] * (ROWS % 3)}
     table = pa.table(columns | {"caption": [f"a picture of {i} things" for i in range(ROWS)]})
@@ -57,7 +61,10 @@ def write(folder: Path, form: str) -> str:
         pq.write_table(table, folder / "latents.parquet", row_group_size=512)
         return "parquet:latents.parquet:*"
     (folder / "latents").mkdir()
-    with pa.OSFile(str(folder / "latents" / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+    with (
+        pa.OSFile(str(folder / "latents" / "data.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as out,
+    ):
         out.write_table(table, max_chunksize=1000)
     (folder / "latents" / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
     return "arrow:latents:*"
@@ -77,8 +84,16 @@ def measure(form: str, seconds: float) -> Figures:
         path.write_text(yaml.safe_dump(document))
         served = serve(processes, path)
         for rank in range(RANKS):
-            command = [sys.executable, "-m", "benchmarks.features", "--take", f"grpc://{served.grpc}/latents"]
-            processes.start("client", [*command, "--rank", str(rank), "--board", str(processes.board.path)])
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.features",
+                "--take",
+                f"grpc://{served.grpc}/latents",
+            ]
+            processes.start(
+                "client", [*command, "--rank", str(rank), "--board", str(processes.board.path)]
+            )
         window = processes.window(WARM_UP_STEPS, seconds)
         memory, anonymous = window.memory_mb["server"]
         return {
@@ -103,10 +118,18 @@ def take(url: str, rank: int, board: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--form", choices=FORMS, action="append", help="of the data; all if not given")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each form; medians are shown (default 3)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="steady state per run (default 5)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--form", choices=FORMS, action="append", help="of the data; all if not given"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="runs of each form; medians are shown (default 3)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="steady state per run (default 5)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     parser.add_argument("--take", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -116,7 +139,8 @@ def main() -> None:
         take(options.take, options.rank, options.board)
         return
     result = Result.begin(
-        "features", f"latents {list(SHAPE)} of float16, {RANKS} ranks, global batches of {GLOBAL_BATCH}"
+        "features",
+        f"latents {list(SHAPE)} of float16, {RANKS} ranks, global batches of {GLOBAL_BATCH}",
     )
     result.rows += [Row(name=form) for form in options.form or FORMS]
     for _ in range(options.runs):

@@ -47,7 +47,9 @@ def stats_of(number: int, sources: int, draw: random.Random) -> RunStats:
         data_wait_share=draw.random(),
         window_fill=draw.random(),
         count="positions",
-        reported=ReportStats.model_construct(loss=1 + draw.random(), learning_rate=draw.random() * 1e-3, step=number),
+        reported=ReportStats.model_construct(
+            loss=1 + draw.random(), learning_rate=draw.random() * 1e-3, step=number
+        ),
         sources=own,
     )
 
@@ -55,7 +57,11 @@ def stats_of(number: int, sources: int, draw: random.Random) -> RunStats:
 def measure(ledger: Ledger, uid: str, sources: int) -> str:
     """Records two days; a line of figures."""
     ledger.create_run(uid, "train", uid, "{}")
-    epoch, history, draw = ledger.execute(Acquire(uid, "train", "bench", 3600)), ledger.history(), random.Random(3)
+    epoch, history, draw = (
+        ledger.execute(Acquire(uid, "train", "bench", 3600)),
+        ledger.history(),
+        random.Random(3),
+    )
     assert history is not None
     kept: list[HistoryEntry] = []
     written, cpu = 0, 0.0
@@ -79,7 +85,9 @@ def measure(ledger: Ledger, uid: str, sources: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sources", type=int, nargs="*", default=[1, 48, 200])
     parser.add_argument("--redis", help="a Redis to write to; its keys stay")
     options = parser.parse_args()

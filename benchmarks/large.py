@@ -72,7 +72,10 @@ def corpus(gigabytes: float, cache: Path = CACHE) -> Path:
     rng = np.random.default_rng(5)
     for file in range(FILES):
         with pq.ParquetWriter(
-            draft / f"{file:05d}.parquet", pa.schema([("text", pa.string())]), compression="none", use_dictionary=False
+            draft / f"{file:05d}.parquet",
+            pa.schema([("text", pa.string())]),
+            compression="none",
+            use_dictionary=False,
         ) as writer:
             for _ in range(file * groups // FILES, (file + 1) * groups // FILES):
                 rows, size = [], 0
@@ -80,7 +83,9 @@ def corpus(gigabytes: float, cache: Path = CACHE) -> Path:
                     text = texts[rng.integers(len(texts))]
                     rows.append(text[rng.integers(1 + len(text) // 4) :])
                     size += len(rows[-1].encode())
-                writer.write_table(pa.table({"text": pa.array(rows, pa.string())}), row_group_size=len(rows))
+                writer.write_table(
+                    pa.table({"text": pa.array(rows, pa.string())}), row_group_size=len(rows)
+                )
     draft.rename(folder)
     return folder
 
@@ -94,7 +99,10 @@ def measure(gigabytes: float, way: Way, runs: int, seconds: float) -> list[Row]:
         "run": "large",
         "tokenizer": str(corpora.folder_of(W2) / "tokenizer.json"),
         "sequence_length": SEQUENCE_LENGTH,
-        "mixture": {"policy": "sequential", "children": [{"source": spec, "epochs": 2, **way.options}]},
+        "mixture": {
+            "policy": "sequential",
+            "children": [{"source": spec, "epochs": 2, **way.options}],
+        },
     }
     for _ in range(runs):
         for row in rows:
@@ -102,7 +110,9 @@ def measure(gigabytes: float, way: Way, runs: int, seconds: float) -> list[Row]:
             with Processes(1) as processes:
                 mixture = processes.folder / "large.yaml"
                 mixture.write_text(yaml.safe_dump(document), encoding="utf-8")
-                row.runs.append(_take(serve(processes, mixture), _at(data, spec, row.at["place"]), seconds))
+                row.runs.append(
+                    _take(serve(processes, mixture), _at(data, spec, row.at["place"]), seconds)
+                )
     return rows
 
 
@@ -150,13 +160,19 @@ def _at(data: Path, spec: str, place: float) -> dict[str, str] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=10, help="of the source (default 10)")
     parser.add_argument("--runs", type=int, default=2, help="of each (default 2)")
-    parser.add_argument("--seconds", type=float, default=5, help="that batches are taken (default 5)")
+    parser.add_argument(
+        "--seconds", type=float, default=5, help="that batches are taken (default 5)"
+    )
     parser.add_argument("--json", type=Path, help=f"where the result goes (default below {FOLDER})")
     options = parser.parse_args()
-    result = Result.begin("large", f"{options.gigabytes:g} GB of text in row groups of 100 MB, 2 ranks")
+    result = Result.begin(
+        "large", f"{options.gigabytes:g} GB of text in row groups of 100 MB, 2 ranks"
+    )
     for way in WAYS:
         result.rows += measure(options.gigabytes, way, options.runs, options.seconds)
     show(result, COLUMNS)

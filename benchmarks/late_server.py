@@ -67,8 +67,17 @@ def answer(folder: str, delay_s: float) -> None:
 @contextmanager
 def late_server(folder: Path, delay_s: float, log: BinaryIO) -> Iterator[str]:
     """The address of a folder whose files come late. ``log`` gets the bytes of each answer, a line each."""
-    command = [sys.executable, "-m", "benchmarks.late_server", str(folder), "--delay-ms", str(delay_s * 1e3)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.late_server",
+        str(folder),
+        "--delay-ms",
+        str(delay_s * 1e3),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT
+    ) as process:
         assert process.stdout is not None
         try:
             yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
@@ -79,7 +88,9 @@ def late_server(folder: Path, delay_s: float, log: BinaryIO) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
-    parser.add_argument("--delay-ms", type=float, default=20.0, help="before each answer (default: %(default)s)")
+    parser.add_argument(
+        "--delay-ms", type=float, default=20.0, help="before each answer (default: %(default)s)"
+    )
     options = parser.parse_args()
     answer(options.folder, options.delay_ms / 1e3)
 

@@ -85,8 +85,22 @@ class Served:
         """Starts the process and does not wait for it. Returns the monotonic time of the start."""
         self.ready.unlink(missing_ok=True)
         command = [sys.executable, "-m", "tokenloom_server", "serve", str(self._mixture)]
-        command += ["--grpc", self.grpc, "--rest", self.rest, "--ledger", f"sqlite:///{self.ledger}"]
-        command += ["--ready-file", str(self.ready), "--index-dir", str(self._index_dir), "--log-level", "warning"]
+        command += [
+            "--grpc",
+            self.grpc,
+            "--rest",
+            self.rest,
+            "--ledger",
+            f"sqlite:///{self.ledger}",
+        ]
+        command += [
+            "--ready-file",
+            str(self.ready),
+            "--index-dir",
+            str(self._index_dir),
+            "--log-level",
+            "warning",
+        ]
         began = time.monotonic()
         self.pid = self._processes.start("server", command).pid
         return began
@@ -111,7 +125,9 @@ class Served:
         _post(f"http://{self.rest}/v1/runs/{self.run}/restore", {"snapshot": text})
 
 
-def _first_batch(served: Served, state: str | None = None, resume: str | None = None) -> tuple[float, RemoteDataset]:
+def _first_batch(
+    served: Served, state: str | None = None, resume: str | None = None
+) -> tuple[float, RemoteDataset]:
     """Rank 0 of two joins and takes a batch. Returns when it had it, and the dataset, to be closed."""
     dataset = RemoteDataset(
         f"grpc://{served.grpc}/{served.run}",
@@ -154,7 +170,11 @@ def _start(served: Served, resume: str | None) -> Figures:
         next(iter(dataset))
     dataset.close()
     served.stop()
-    return {"first batch ms": (had - began) * 1e3, "ready ms": (ready - began) * 1e3, "server CPU ms": used * 1e3}
+    return {
+        "first batch ms": (had - began) * 1e3,
+        "ready ms": (ready - began) * 1e3,
+        "server CPU ms": used * 1e3,
+    }
 
 
 # --- restore ---------------------------------------------------------------------------------------
@@ -183,7 +203,9 @@ def _jsonl(folder: Path) -> Path:
             with (draft / f"{source}.jsonl").open("w") as lines:
                 for path in sorted((made / "parquet" / str(source)).glob("*.parquet")):
                     for batch in pq.ParquetFile(path).iter_batches(1_000):
-                        lines.writelines(f'{{"ids":{row}}}\n' for row in _json_lists(batch.column(0)))
+                        lines.writelines(
+                            f'{{"ids":{row}}}\n' for row in _json_lists(batch.column(0))
+                        )
         draft.rename(into)
     document = WORKLOADS["parquet"].document()
     document["run"] = "jsonl"
@@ -217,7 +239,10 @@ def measure_restore(data: Data, runs: int) -> list[Row]:
             row = Row(name=f"{data.name}, {place}")
             for run in range(runs + 1):
                 figures = _restore(
-                    processes, mixture, processes.folder / f"index-{run}-{place}" if data.cold_index else index, text
+                    processes,
+                    mixture,
+                    processes.folder / f"index-{run}-{place}" if data.cold_index else index,
+                    text,
                 )
                 if run:
                     row.runs.append(figures)
@@ -267,7 +292,10 @@ def snapshots(order: PipelineFactory) -> list[str]:
     """Snapshots near the begin, the middle and the end of the data, half a group behind a state boundary."""
     step = BATCH_SIZE * order.form.sample_bytes
     plan = BatchPlan(
-        start_index=0, world_size=RANKS, batch_size=BATCH_SIZE, group_micro_steps=max(1, MESSAGE_BYTES // step)
+        start_index=0,
+        world_size=RANKS,
+        batch_size=BATCH_SIZE,
+        group_micro_steps=max(1, MESSAGE_BYTES // step),
     )
     pipeline = order.pipeline(order.initial())
     states = [pipeline.state()]
@@ -277,13 +305,18 @@ def snapshots(order: PipelineFactory) -> list[str]:
     template = order.record.template(uuid.uuid4().hex, "train", 1)
     found = []
     for fraction in (0.0, 0.5, 0.9):
-        state = max((state for state in states if state.sample_index <= fraction * states[-1].sample_index), key=_index)
+        state = max(
+            (state for state in states if state.sample_index <= fraction * states[-1].sample_index),
+            key=_index,
+        )
         pipeline = order.pipeline(state)
         pipeline.advance(plan.group_samples // 2)
         there = pipeline.state()
         shape = order.record.shape
         found.append(
-            snapshot_encode.compose(template, *(snapshot_encode.encode_state(each, shape) for each in (state, there)))
+            snapshot_encode.compose(
+                template, *(snapshot_encode.encode_state(each, shape) for each in (state, there))
+            )
         )
     return found
 
@@ -303,7 +336,9 @@ def measure_snapshot(workload: Workload, runs: int) -> list[Row]:
             url = f"http://{served.rest}/v1/runs/{served.run}/snapshots"
             ways: Sequence[Callable[[], Any]] = (
                 partial(stub.Snapshot, wire.SnapshotRequest(run=served.run, sample_index=-1)),
-                partial(stub.Snapshot, wire.SnapshotRequest(run=served.run, sample_index=-1, save=True)),
+                partial(
+                    stub.Snapshot, wire.SnapshotRequest(run=served.run, sample_index=-1, save=True)
+                ),
                 partial(_post, url, {}),
             )
             for row, call in zip(rows, ways, strict=True):
@@ -319,9 +354,20 @@ def _streaming(workload: Workload) -> Iterator[Served]:
         served.start()
         served.wait()
         for rank in range(RANKS):
-            command = [sys.executable, "-m", "benchmarks.trainer", "--url", f"grpc://{served.grpc}/{served.run}"]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.trainer",
+                "--url",
+                f"grpc://{served.grpc}/{served.run}",
+            ]
             command += ["--rank", str(rank), "--world-size", str(RANKS), "--attempt", "bench"]
-            command += ["--board", str(processes.board.path), "--waits", str(processes.folder / f"waits-{rank}.npy")]
+            command += [
+                "--board",
+                str(processes.board.path),
+                "--waits",
+                str(processes.folder / f"waits-{rank}.npy"),
+            ]
             processes.start("client", command)
         processes.wait(lambda: processes.board.slowest_steps >= 200, "the steady state")
         yield served
@@ -360,16 +406,24 @@ def _created(mixture: Path) -> PipelineFactory:
 
 def measure_order(sources: int, shards: int, runs: int) -> Row:
     """``builder.create`` and ``builder.load`` of so many sources of so many shards (links to one file), in process."""
-    corpus = IdCorpus(name=f"order-{sources}x{shards}", sources=(Documents(count=1_000),) * sources, links=shards)
+    corpus = IdCorpus(
+        name=f"order-{sources}x{shards}", sources=(Documents(count=1_000),) * sources, links=shards
+    )
     workload = Workload(name="order", about="", corpus=corpus)
-    row = Row(name=f"{sources} sources of {shards} shards", at={"sources": sources, "shards": shards})
+    row = Row(
+        name=f"{sources} sources of {shards} shards", at={"sources": sources, "shards": shards}
+    )
     with Processes(1) as processes:
         mixture = workload.write(processes.folder)
         for run in range(runs + 1):
             figures: Figures = {}
             order = _clocked("create", partial(_created, mixture), figures)
             loaded = config.load(mixture, open_catalog())
-            _clocked("load", partial(builder.load, loaded, mixture.parent, None, order.record.to_json()), figures)
+            _clocked(
+                "load",
+                partial(builder.load, loaded, mixture.parent, None, order.record.to_json()),
+                figures,
+            )
             if run:
                 row.runs.append(figures)
     return row
@@ -379,8 +433,12 @@ def measure_order(sources: int, shards: int, runs: int) -> Row:
 
 
 def _post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+        request, timeout=60
+    ) as answer:
         return json.load(answer)
 
 
@@ -389,11 +447,25 @@ ORDERS = ((3, 1), (3, 100), (3, 1_000), (200, 1), (200, 100))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=PARTS, action="append", help="one or more; all if not given")
-    parser.add_argument("--workload", choices=WORKLOADS, action="append", metavar="NAME", help="of start and snapshot")
-    parser.add_argument("--data", choices=[data.name for data in DATA], action="append", help="of restore")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each; medians are shown (default 5)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="one or more; all if not given"
+    )
+    parser.add_argument(
+        "--workload",
+        choices=WORKLOADS,
+        action="append",
+        metavar="NAME",
+        help="of start and snapshot",
+    )
+    parser.add_argument(
+        "--data", choices=[data.name for data in DATA], action="append", help="of restore"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, help="runs of each; medians are shown (default 5)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     options = parser.parse_args()
     torch.set_num_threads(1)

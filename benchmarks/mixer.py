@@ -36,7 +36,9 @@ POLICIES = ("least_consumed", "weighted", "round_robin", "sequential", *ESTIMATE
 def mixture(policy: str, sources: int, nested: bool) -> RunConfig:
     """So many sources under one node, or under about sqrt(sources) nodes under one."""
     weights = np.exp(np.random.default_rng(3).uniform(0, np.log(20), sources)).round(2).tolist()
-    leaves: list[dict[str, Any]] = [{"source": f"parquet:{number}.parquet:ids"} for number in range(sources)]
+    leaves: list[dict[str, Any]] = [
+        {"source": f"parquet:{number}.parquet:ids"} for number in range(sources)
+    ]
     weigh(policy, leaves, weights)
     if policy not in ESTIMATED:
         leaves = [leaf | {"epochs": float("inf")} for leaf in leaves]
@@ -72,7 +74,9 @@ def measure(policy: str, sources: int, nested: bool, seconds: float) -> Figures:
     found = mixture(policy, sources, nested)
     # Ten to twenty million samples each, in rows of 700 tokens.
     strata = {source: (3 * 10**7 + 10**5 * source) // 64 for source in found.measured_sources}
-    size_estimates = {source: TokenCurve.of([(rows, 700 * rows)] * 64) for source, rows in strata.items()}
+    size_estimates = {
+        source: TokenCurve.of([(rows, 700 * rows)] * 64) for source, rows in strata.items()
+    }
     mixer = Mixer(found, initial_nodes(found), size_estimates)
     given = np.zeros(sources, np.int64)
 
@@ -115,8 +119,12 @@ def run(runs: int, seconds: float) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3, help="runs of each; medians are shown (default 3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="runs of each; medians are shown (default 3)"
+    )
     parser.add_argument("--seconds", type=float, default=0.2, help="per run (default 0.2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     options = parser.parse_args()

@@ -37,7 +37,16 @@ PACKINGS: dict[str, dict[str, Any]] = {
     "best_fit, 512 rows": {"packing": "best_fit", "pack_window_rows": 512},
     "none": {"packing": "none"},
 }
-COLUMNS = ("length", "packing", "documents cut", "filled", "samples", "tokens lost", "ns/token", "sample 0 after")
+COLUMNS = (
+    "length",
+    "packing",
+    "documents cut",
+    "filled",
+    "samples",
+    "tokens lost",
+    "ns/token",
+    "sample 0 after",
+)
 
 
 def prepare(folder: Path, roots: tuple[Path, ...], megabytes: int) -> None:
@@ -47,17 +56,30 @@ def prepare(folder: Path, roots: tuple[Path, ...], megabytes: int) -> None:
     text = folder / "text"
     TextCorpus(name="packing", megabytes=megabytes, roots=roots, files=(1, 1, 1)).make(text)
     definition = find_tokenizer("text/tokenizer.json", folder)
-    record = EngineRecord(digest=definition.digest, engine="tokenizers", version=version("tokenizers"))
-    encoder = DocumentEncoder(load_engine(definition, record, "text"), vocab_size=definition.vocab_size)
+    record = EngineRecord(
+        digest=definition.digest, engine="tokenizers", version=version("tokenizers")
+    )
+    encoder = DocumentEncoder(
+        load_engine(definition, record, "text"), vocab_size=definition.vocab_size
+    )
     texts = pa.chunked_array(
-        [column for path in sorted(text.glob("parquet/*/*.parquet")) for column in pq.read_table(path)["text"].chunks]
+        [
+            column
+            for path in sorted(text.glob("parquet/*/*.parquet"))
+            for column in pq.read_table(path)["text"].chunks
+        ]
     )
     found = [encoder.encode(chunk) for chunk in texts.chunks]
-    lists = [pa.ListArray.from_arrays(np.append(0, each.ends).astype(np.int32), each.values) for each in found]
+    lists = [
+        pa.ListArray.from_arrays(np.append(0, each.ends).astype(np.int32), each.values)
+        for each in found
+    ]
     rows = pa.chunked_array(lists).combine_chunks()
     # As a corpus has them: in no order.
     order = np.random.default_rng(0).permutation(len(rows))
-    pq.write_table(pa.table({"ids": rows.take(pa.array(order))}), folder / "ids.parquet", row_group_size=256)
+    pq.write_table(
+        pa.table({"ids": rows.take(pa.array(order))}), folder / "ids.parquet", row_group_size=256
+    )
 
 
 def lengths_of(folder: Path) -> npt.NDArray[np.int64]:
@@ -84,7 +106,9 @@ def measure(folder: Path, length: int, packing: dict[str, Any], runs: int) -> di
         "mixture": {"policy": "sequential", "children": [{"source": "parquet:ids.parquet:ids"}]},
         **packing,
     }
-    order = builder.create(config.parse(document, where="benchmark", catalog=open_catalog()), folder, None)
+    order = builder.create(
+        config.parse(document, where="benchmark", catalog=open_catalog()), folder, None
+    )
     seconds, first = [], []
     for _ in range(runs):
         pipeline = order.pipeline(order.initial())
@@ -107,14 +131,22 @@ def measure(folder: Path, length: int, packing: dict[str, Any], runs: int) -> di
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.packing", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.packing", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tokenloom-packing"))
-    parser.add_argument("--root", type=Path, action="append", help="where to look for text; this Python's library")
+    parser.add_argument(
+        "--root", type=Path, action="append", help="where to look for text; this Python's library"
+    )
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--runs", type=int, default=3)
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    prepare(asked.folder, tuple(asked.root or (Path(sys.base_prefix), Path(sys.prefix))), asked.megabytes)
+    prepare(
+        asked.folder,
+        tuple(asked.root or (Path(sys.base_prefix), Path(sys.prefix))),
+        asked.megabytes,
+    )
     lengths = lengths_of(asked.folder)
     table = Table(*COLUMNS)
     for length in LENGTHS:
@@ -132,7 +164,9 @@ def main() -> None:
                 f"{found['first_ms']:.0f} ms",
             )
     console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(f"{len(lengths):,} documents, {lengths.sum():,} tokens, {np.median(lengths):,.0f} in the median")
+    console.print(
+        f"{len(lengths):,} documents, {lengths.sum():,} tokens, {np.median(lengths):,.0f} in the median"
+    )
     console.print(table)
 
 

@@ -146,7 +146,11 @@ def mixer(path: Path, folder: Path) -> None:
     with _picture(path, 1) as (axes,):
         for number, policy in enumerate(("least_consumed", "weighted")):
             for nested in (0.0, 1.0):
-                found = [row for row in result.rows if row.name.startswith(policy) and row.at["nested"] == nested]
+                found = [
+                    row
+                    for row in result.rows
+                    if row.name.startswith(policy) and row.at["nested"] == nested
+                ]
                 label = f"{policy}, {'nested' if nested else 'flat'}"
                 _line(axes, found, "sources", "ns/sample", label, COLOURS[2 * number + int(nested)])
         _axis(axes, "sources", "mixer: ns per sample of 2,048 tokens")
@@ -158,11 +162,21 @@ def restore(path: Path, folder: Path) -> None:
     result = newest("latency", folder)
     places = ("begin", "middle", "end")
     with _picture(path, 1) as (axes,):
-        for number, data in enumerate(dict.fromkeys(_data(row) for row in result.rows if _place(row) in places)):
+        for number, data in enumerate(
+            dict.fromkeys(_data(row) for row in result.rows if _place(row) in places)
+        ):
             found = {_place(row): row.median for row in result.rows if _data(row) == data}
             values = [found[place]["by state ms"] for place in places if place in found]
-            axes.plot(places[: len(values)], values, "o-", color=COLOURS[number % len(COLOURS)], label=data)
-        _axis(axes, "where the state stands in the data", "Join with a state, to the first batch, ms")
+            axes.plot(
+                places[: len(values)],
+                values,
+                "o-",
+                color=COLOURS[number % len(COLOURS)],
+                label=data,
+            )
+        _axis(
+            axes, "where the state stands in the data", "Join with a state, to the first batch, ms"
+        )
         axes.legend(fontsize=8)
 
 
@@ -175,7 +189,9 @@ def peers(path: Path, folder: Path) -> None:
             found.sort(key=lambda row: row.median["M tokens/CPU-s"])
             colours = [COLOURS[0] if row.name.startswith("tokenloom") else INK for row in found]
             bars = axes.barh(
-                [row.name for row in found], [row.median["M tokens/CPU-s"] for row in found], color=colours
+                [row.name for row in found],
+                [row.median["M tokens/CPU-s"] for row in found],
+                color=colours,
             )
             axes.bar_label(bars, fmt="%.3g", padding=3, color=INK, fontsize=8)
             axes.grid(axis="y", visible=False)
@@ -188,7 +204,9 @@ def readers(path: Path, folder: Path) -> None:
     """Tokens per second of text by number of readers: measured, and beyond by the CPU that one token took."""
     rows = [row for row in newest("readers", folder).rows if row.name.startswith("text")]
     cost = rows[-1].median
-    leader, reader = (1e3 / ns for ns in (cost["leader ns/token"], cost["all ns/token"] - cost["leader ns/token"]))
+    leader, reader = (
+        1e3 / ns for ns in (cost["leader ns/token"], cost["all ns/token"] - cost["leader ns/token"])
+    )
     counts = 2 ** np.arange(9)
     with _picture(path, 1) as (axes,):
         for found, colour, label in (
@@ -196,10 +214,14 @@ def readers(path: Path, folder: Path) -> None:
             (rows[1:], COLOURS[0], "measured"),
         ):
             cpus = [row.at["readers"] or 1 for row in found]
-            axes.plot(cpus, [row.median["M tokens/s"] for row in found], "o-", color=colour, label=label)
+            axes.plot(
+                cpus, [row.median["M tokens/s"] for row in found], "o-", color=colour, label=label
+            )
         many = np.geomspace(1, counts[-1], 65)
         axes.plot(many, np.minimum(many * reader, leader), "--", color=COLOURS[0], label="modelled")
-        axes.axhline(NIC_BYTES / 2 / 1e6, linestyle=":", color=COLOURS[3], label="25 Gbit/s of uint16 ids")
+        axes.axhline(
+            NIC_BYTES / 2 / 1e6, linestyle=":", color=COLOURS[3], label="25 Gbit/s of uint16 ids"
+        )
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
         _axis(axes, "CPUs of readers", "text: M tokens per second", log=True)
@@ -219,7 +241,11 @@ def places(path: Path, ways: Mapping[str, npt.NDArray[np.int64]], points: int) -
 
 
 def _data(row: Row) -> str:
-    return row.name.removeprefix("restore: ").partition(", ")[0] if row.name.startswith("restore: ") else ""
+    return (
+        row.name.removeprefix("restore: ").partition(", ")[0]
+        if row.name.startswith("restore: ")
+        else ""
+    )
 
 
 def _place(row: Row) -> str:
@@ -232,10 +258,18 @@ PICTURES: dict[str, Callable[[Path, Path], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", nargs="*", metavar="PICTURE", help=f"of {', '.join(PICTURES)}; all if not given")
-    parser.add_argument("--results", type=Path, default=FOLDER, help=f"folder of results (default {FOLDER})")
-    parser.add_argument("--into", type=Path, default=IMAGES, help=f"folder for pictures (default {IMAGES})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "pictures", nargs="*", metavar="PICTURE", help=f"of {', '.join(PICTURES)}; all if not given"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=FOLDER, help=f"folder of results (default {FOLDER})"
+    )
+    parser.add_argument(
+        "--into", type=Path, default=IMAGES, help=f"folder for pictures (default {IMAGES})"
+    )
     options: Any = parser.parse_args()
     unknown = set(options.pictures) - set(PICTURES)
     if unknown:

@@ -69,7 +69,11 @@ def cpu_s(pid: int) -> float:
             with contextlib.suppress(psutil.NoSuchProcess, OSError):
                 ended = one.cpu_times()
                 # The process's own CPU clock counts nanoseconds, where /proc has ticks of 10 ms.
-                used += time.clock_gettime(~one.pid << 3 | 2) + ended.children_user + ended.children_system
+                used += (
+                    time.clock_gettime(~one.pid << 3 | 2)
+                    + ended.children_user
+                    + ended.children_system
+                )
     return used
 
 
@@ -130,13 +134,17 @@ class Processes:
     """Processes by role, a scratch folder and a board for them; all ended on leaving."""
 
     def __init__(self, takers: int) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="tokenloom-bench-", ignore_cleanup_errors=True)
+        self._scratch = tempfile.TemporaryDirectory(
+            prefix="tokenloom-bench-", ignore_cleanup_errors=True
+        )
         self.folder = Path(self._scratch.name)
         self.board = Board(self.folder / "board", takers)
         self._by_role: dict[str, list[subprocess.Popen[str]]] = {}
         self._others: dict[str, int] = {}
 
-    def start(self, role: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, role: str, command: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """Starts a process in the project's folder; what it prints goes to a log in the scratch folder."""
         number = sum(map(len, self._by_role.values()))
         with (self.folder / f"{role}-{number}.log").open("w") as log:
@@ -158,7 +166,10 @@ class Processes:
         self._others[role] = pid
 
     def read(self) -> Reading:
-        used = {role: sum(cpu_s(process.pid) for process in some) for role, some in self._by_role.items()}
+        used = {
+            role: sum(cpu_s(process.pid) for process in some)
+            for role, some in self._by_role.items()
+        }
         used |= {role: cpu_s(pid) for role, pid in self._others.items()}
         return Reading(time.monotonic(), self.board.tokens, used)
 
@@ -166,7 +177,12 @@ class Processes:
         """Polls until ``ready()``. Raises ``RuntimeError``, with the logs' ends, where a process ends before."""
         deadline = time.monotonic() + timeout_s
         while not ready():
-            gone = [process for some in self._by_role.values() for process in some if process.poll() is not None]
+            gone = [
+                process
+                for some in self._by_role.values()
+                for process in some
+                if process.poll() is not None
+            ]
             if gone or time.monotonic() > deadline:
                 why = f"status {gone[0].returncode}" if gone else f"not within {timeout_s:.0f} s"
                 raise RuntimeError(f"{what} did not come ({why}).\n{self.logs()}")
@@ -188,13 +204,19 @@ class Processes:
                 seen_at = last.at_s
                 for role, some in self._by_role.items():
                     found = [memory_mb(process.pid) for process in some if process.poll() is None]
-                    memory[role] = max(memory[role], (sum(a for a, _ in found), sum(b for _, b in found)))
+                    memory[role] = max(
+                        memory[role], (sum(a for a, _ in found), sum(b for _, b in found))
+                    )
             now = self.read()
-            if self.board.ended or any(p.poll() is not None for some in self._by_role.values() for p in some):
+            if self.board.ended or any(
+                p.poll() is not None for some in self._by_role.values() for p in some
+            ):
                 break
             last = now
         if last.tokens == first.tokens:
-            raise RuntimeError(f"the data ended before a steady state, or nothing came.\n{self.logs()}")
+            raise RuntimeError(
+                f"the data ended before a steady state, or nothing came.\n{self.logs()}"
+            )
         return Window(began or first, last, memory)
 
     def end(self, role: str) -> None:
@@ -228,7 +250,10 @@ class Processes:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         # Those started last first: clients say goodbye while their server is there.
         for role in reversed(list(self._by_role)):
@@ -253,7 +278,16 @@ def serve(processes: Processes, mixture: Path, ledger: str | None = None) -> Ser
     ready = processes.folder / f"{mixture.stem}.ready"
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tokenloom_server", "serve", str(mixture)]
-    command += ["--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0", "--ready-file", str(ready), "--log-level", "warning"]
+    command += [
+        "--grpc",
+        "127.0.0.1:0",
+        "--rest",
+        "127.0.0.1:0",
+        "--ready-file",
+        str(ready),
+        "--log-level",
+        "warning",
+    ]
     command += ["--ledger", ledger or f"sqlite:///{processes.folder}/{mixture.stem}.db"]
     began = time.monotonic()
     process = processes.start("server", command)

@@ -83,7 +83,9 @@ def produce(folder: Path, form: Form, messages: list[queue.Queue[bytes]]) -> Non
     sources = [samples(columns(folder, form, source)) for source in range(len(corpora.WEIGHTS))]
     rng = np.random.default_rng(1)
     while True:
-        drawn = iter(rng.choice(len(sources), RANKS * BATCH_SIZE * GROUP, p=corpora.WEIGHTS).tolist())
+        drawn = iter(
+            rng.choice(len(sources), RANKS * BATCH_SIZE * GROUP, p=corpora.WEIGHTS).tolist()
+        )
         groups = [np.empty((GROUP, BATCH_SIZE, SEQUENCE_LENGTH), np.uint16) for _ in messages]
         for step in range(GROUP):
             for group in groups:
@@ -112,7 +114,9 @@ def run_server(form: Form, folder: Path, address_file: Path) -> None:
     method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(
         stream, request_deserializer=None, response_serializer=None
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("prototype.Loader", {"Stream": method}),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("prototype.Loader", {"Stream": method}),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     draft = address_file.with_suffix(".draft")
@@ -160,18 +164,34 @@ def measure(form: Form, seconds: float) -> Figures:
         processes.start("server", [*python, "--serve", form, str(folder), str(address)], ALLOCATOR)
         processes.wait(address.exists, "the prototype's server")
         for rank in range(RANKS):
-            client = [*python, "--client", address.read_text(), str(rank), str(processes.board.path)]
+            client = [
+                *python,
+                "--client",
+                address.read_text(),
+                str(rank),
+                str(processes.board.path),
+            ]
             processes.start("client", client, ALLOCATOR)
         return figures(processes.window(WARM_UP_STEPS, seconds))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3, help="runs of each form; medians are shown (default 3)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="steady state per run (default 3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="runs of each form; medians are shown (default 3)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="steady state per run (default 3)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
-    parser.add_argument("--serve", nargs=3, metavar=("FORM", "FOLDER", "ADDRESS_FILE"), help=argparse.SUPPRESS)
-    parser.add_argument("--client", nargs=3, metavar=("ADDRESS", "RANK", "BOARD"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--serve", nargs=3, metavar=("FORM", "FOLDER", "ADDRESS_FILE"), help=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--client", nargs=3, metavar=("ADDRESS", "RANK", "BOARD"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.serve:
         form, folder, address_file = options.serve
@@ -184,7 +204,9 @@ def main() -> None:
     result = Result.begin("prototype", "the bare prototype, 2 ranks")
     forms: tuple[Form, ...] = ("parquet", "arrow")
     for form in forms:
-        result.rows.append(Row(name=form, runs=[measure(form, options.seconds) for _ in range(options.runs)]))
+        result.rows.append(
+            Row(name=form, runs=[measure(form, options.seconds) for _ in range(options.runs)])
+        )
     show(result)
     if options.json:
         result.save(options.json)

@@ -44,10 +44,23 @@ def measure(workload: Workload, ranks: int, seconds: float, batch_size: int) -> 
         served = serve(processes, workload.write(processes.folder))
         files = [processes.folder / f"gaps-{line}.npy" for line in range(crowds)]
         for line, path in enumerate(files):
-            command = [sys.executable, "-m", "benchmarks.crowd", "--url", f"grpc://{served.grpc}/{workload.name}"]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.crowd",
+                "--url",
+                f"grpc://{served.grpc}/{workload.name}",
+            ]
             command += ["--ranks", f"{line * ranks // crowds}:{(line + 1) * ranks // crowds}"]
             command += ["--world-size", str(ranks), "--batch-size", str(batch_size)]
-            command += ["--board", str(processes.board.path), "--line", str(line), "--gaps", str(path)]
+            command += [
+                "--board",
+                str(processes.board.path),
+                "--line",
+                str(line),
+                "--gaps",
+                str(path),
+            ]
             processes.start("crowd", command)
         began = processes.read().at_s
         window = processes.window(max(2, min(WARM_UP_STEPS, 2_000 // ranks)), seconds)
@@ -70,7 +83,11 @@ def _within(path: Path, begin_s: float) -> npt.NDArray[np.float64]:
 
 
 def run(
-    world_sizes: Sequence[int], workload: Workload, runs: int, seconds: float, batch_size: int = BATCH_SIZE
+    world_sizes: Sequence[int],
+    workload: Workload,
+    runs: int,
+    seconds: float,
+    batch_size: int = BATCH_SIZE,
 ) -> list[Row]:
     return [
         Row(
@@ -83,17 +100,36 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, action="append", help=f"one or more; {WORLD_SIZES} if not given")
-    parser.add_argument("--workload", choices=WORKLOADS, default="arrow", metavar="NAME", help="default: arrow")
-    parser.add_argument("--runs", type=int, default=1, help="runs of each; medians are shown (default 1)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="steady state per run (default 4)")
-    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help="samples of 2,048 per rank and micro-step")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, action="append", help=f"one or more; {WORLD_SIZES} if not given"
+    )
+    parser.add_argument(
+        "--workload", choices=WORKLOADS, default="arrow", metavar="NAME", help="default: arrow"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=1, help="runs of each; medians are shown (default 1)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="steady state per run (default 4)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=BATCH_SIZE,
+        help="samples of 2,048 per rank and micro-step",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     options = parser.parse_args()
     result = Result.begin("ranks", "the server under simulated ranks")
     result.rows += run(
-        options.ranks or WORLD_SIZES, WORKLOADS[options.workload], options.runs, options.seconds, options.batch_size
+        options.ranks or WORLD_SIZES,
+        WORKLOADS[options.workload],
+        options.runs,
+        options.seconds,
+        options.batch_size,
     )
     show(result, COLUMNS)
     if options.json:

@@ -78,7 +78,9 @@ def take(workload: str, readers: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=3, help="of each, in turn (default 3)")
     parser.add_argument("--json", type=Path, help=f"where the result goes (default below {FOLDER})")
     parser.add_argument("--take", nargs=2, help=argparse.SUPPRESS)
@@ -91,7 +93,13 @@ def main() -> None:
         result.rows.append(Row(name=name, at={"readers": readers}))
     for _ in range(options.runs):
         for row in result.rows:
-            command = [sys.executable, "-m", "benchmarks.readers", "--take", *map(str, CASES[row.name])]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.readers",
+                "--take",
+                *map(str, CASES[row.name]),
+            ]
             done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
             row.runs.append(json.loads(done.stdout.splitlines()[-1]))
     show(result, COLUMNS)

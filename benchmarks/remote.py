@@ -49,7 +49,10 @@ def measure(workload: Workload, delay_s: float, seconds: float) -> Figures:
             opened = time.monotonic()
             advance(pipeline, 0)
             began, cpu_began = time.monotonic(), time.process_time()
-            first, answered = pipeline.sample_index, len((Path(scratch) / "log").read_bytes().split())
+            first, answered = (
+                pipeline.sample_index,
+                len((Path(scratch) / "log").read_bytes().split()),
+            )
             while time.monotonic() - began < seconds and pipeline.ended is None:
                 advance(pipeline, pipeline.sample_index)
             wall, cpu = time.monotonic() - began, time.process_time() - cpu_began
@@ -67,20 +70,34 @@ def measure(workload: Workload, delay_s: float, seconds: float) -> Figures:
 
 def advance(pipeline: Pipeline, start: int) -> None:
     """Makes the next micro-steps, as for one rank."""
-    group = pipeline.begin_group(BatchPlan(start_index=start, world_size=1, batch_size=8, group_micro_steps=16))
+    group = pipeline.begin_group(
+        BatchPlan(start_index=start, world_size=1, batch_size=8, group_micro_steps=16)
+    )
     pipeline.fill(group, 16)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=CASES + MORE, action="append", help="all if not given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workload", choices=CASES + MORE, action="append", help="all if not given"
+    )
     parser.add_argument("--delay-ms", type=float, action="append", help="20 and 50 if not given")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each run (default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=3, help="of each case, in turn (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="of each run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="of each case, in turn (default: %(default)s)"
+    )
     options = parser.parse_args()
     delays = options.delay_ms or [20.0, 50.0]
     kept = Result.begin("remote", "Parquet over http, pipeline alone")
-    cases = {(name, delay): Row(name=f"{name}, {delay:g} ms") for name in options.workload or CASES for delay in delays}
+    cases = {
+        (name, delay): Row(name=f"{name}, {delay:g} ms")
+        for name in options.workload or CASES
+        for delay in delays
+    }
     for _ in range(options.runs):
         for (name, delay), row in cases.items():
             row.runs.append(measure(WORKLOADS[name], delay / 1e3, options.seconds))

@@ -23,7 +23,17 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
 #: Whose versions decide about speed here.
-PACKAGES = ("grpcio", "protobuf", "numpy", "torch", "pyarrow", "gigatoken", "tokenizers", "xxhash", "redis")
+PACKAGES = (
+    "grpcio",
+    "protobuf",
+    "numpy",
+    "torch",
+    "pyarrow",
+    "gigatoken",
+    "tokenizers",
+    "xxhash",
+    "redis",
+)
 
 Figures = dict[str, float]
 
@@ -43,7 +53,9 @@ class Row:
     def median(self) -> Figures:
         """The median of each figure over the runs that have it."""
         names = list(dict.fromkeys(name for run in self.runs for name in run))
-        return {name: statistics.median(run[name] for run in self.runs if name in run) for name in names}
+        return {
+            name: statistics.median(run[name] for run in self.runs if name in run) for name in names
+        }
 
     def spread(self, figure: str) -> float:
         """(greatest − least) / median of a figure over the runs."""
@@ -72,7 +84,9 @@ class Result:
             title=title,
             date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             commit=_commit(),
-            command=shlex.join(["python", "-m", _module(), *(from_root(word) for word in sys.argv[1:])]),
+            command=shlex.join(
+                ["python", "-m", _module(), *(from_root(word) for word in sys.argv[1:])]
+            ),
             machine=_machine(),
             versions=dict(_versions(packages)),
         )
@@ -91,14 +105,19 @@ class Result:
         document = asdict(self)
         for row, known in zip(document["rows"], self.rows, strict=True):
             row["median"] = known.median
-        path.write_text(json.dumps(_rounded(document), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(_rounded(document), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         return path
 
     @classmethod
     def load(cls, path: Path) -> Result:
         """Reads what ``save`` wrote."""
         document = json.loads(path.read_text(encoding="utf-8"))
-        rows = [Row(**{key: row[key] for key in ("name", "runs", "at", "note")}) for row in document.pop("rows")]
+        rows = [
+            Row(**{key: row[key] for key in ("name", "runs", "at", "note")})
+            for row in document.pop("rows")
+        ]
         return cls(rows=rows, **document)
 
 
@@ -106,7 +125,9 @@ def newest(what: str, folder: Path = FOLDER) -> Result:
     """The latest kept result of a benchmark. Raises ``FileNotFoundError`` where none was kept."""
     names = [path for path in folder.glob("*.json") if path.stem[11:] == what]
     if not names:
-        raise FileNotFoundError(f"{folder} holds no result of {what!r}: run `python -m benchmarks {what}`")
+        raise FileNotFoundError(
+            f"{folder} holds no result of {what!r}: run `python -m benchmarks {what}`"
+        )
     return Result.load(max(names))
 
 
@@ -159,14 +180,18 @@ def _commit() -> str:
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + (
-            "+" if _git("status", "--porcelain", "--untracked-files=no", "client", "server", "proto") else ""
+            "+"
+            if _git("status", "--porcelain", "--untracked-files=no", "client", "server", "proto")
+            else ""
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def _machine() -> dict[str, Any]:

@@ -55,8 +55,22 @@ FILES = (1_000, 10_000, 100_000)
 FILES_COLUMNS = {
     name: name
     for name in (
-        *("manifest MB", "index MB", "checkpoint kB", "server PSS MB", "first start s", "first start CPU s"),
-        *("first batch s", "first batch CPU s", "next start s", "next start CPU s", "next batch s", "next batch CPU s"),
+        *(
+            "manifest MB",
+            "index MB",
+            "checkpoint kB",
+            "server PSS MB",
+            "first start s",
+            "first start CPU s",
+        ),
+        *(
+            "first batch s",
+            "first batch CPU s",
+            "next start s",
+            "next start CPU s",
+            "next batch s",
+            "next batch CPU s",
+        ),
     )
 }
 
@@ -76,28 +90,48 @@ def run(over: str, form: Form, runs: int, seconds: float) -> list[Row]:
     make, sizes = SIZES[over]
     rows = []
     for size in sizes:
-        workload = Workload(name=f"{over}-{size}-{form}", about=f"{size} {over}", corpus=make(size), form=form)
+        workload = Workload(
+            name=f"{over}-{size}-{form}", about=f"{size} {over}", corpus=make(size), form=form
+        )
         corpora.folder_of(workload.corpus)
         found = [throughput.measure(workload, seconds) | starts(workload) for _ in range(runs)]
-        rows.append(Row(name=f"{form}, {size:,}{' M' * (over == 'rows')} {over}", at={over: size}, runs=found))
+        rows.append(
+            Row(
+                name=f"{form}, {size:,}{' M' * (over == 'rows')} {over}",
+                at={over: size},
+                runs=found,
+            )
+        )
     return rows
 
 
 def files(source: str, shuffle: str) -> Figures:
     """A server of one source of many files: with a new ledger, and again with that ledger."""
     child = {"source": source, "shuffle": shuffle, "epochs": float("inf")}
-    document = {"run": "files", "sequence_length": 2_048, "vocab_size": corpora.VOCABULARY, "end_of_text_id": 0}
+    document = {
+        "run": "files",
+        "sequence_length": 2_048,
+        "vocab_size": corpora.VOCABULARY,
+        "end_of_text_id": 0,
+    }
     with Processes(1) as processes:
         mixture = processes.folder / "files.yaml"
-        mixture.write_text(yaml.safe_dump({**document, "mixture": {"policy": "sequential", "children": [child]}}))
+        mixture.write_text(
+            yaml.safe_dump({**document, "mixture": {"policy": "sequential", "children": [child]}})
+        )
         first = serve(processes, mixture)
         found = {"first start s": first.ready_s, "first start CPU s": cpu_s(first.process.pid)}
         found |= first_batch(first, "first")
         found["server PSS MB"] = memory_mb(first.process.pid)[0]
         processes.end("server")
         with closing(sqlite3.connect(processes.folder / "files.db")) as ledger:
-            found["manifest MB"] = ledger.execute("SELECT max(length(record)) FROM runs").fetchone()[0] / 1e6
-        found["index MB"] = sum(path.stat().st_size for path in processes.folder.glob(".tokenloom-index/*.npy")) / 1e6
+            found["manifest MB"] = (
+                ledger.execute("SELECT max(length(record)) FROM runs").fetchone()[0] / 1e6
+            )
+        found["index MB"] = (
+            sum(path.stat().st_size for path in processes.folder.glob(".tokenloom-index/*.npy"))
+            / 1e6
+        )
         again = serve(processes, mixture)
         found |= {"next start s": again.ready_s, "next start CPU s": cpu_s(again.process.pid)}
         return found | first_batch(again, "next")
@@ -109,27 +143,41 @@ def first_batch(served: Served, when: str) -> Figures:
     with RemoteDataset(f"grpc://{served.grpc}/files", 8, resume="fresh") as dataset:
         began = time.monotonic()
         next(iter(dataset))
-        found = {f"{when} batch s": time.monotonic() - began, f"{when} batch CPU s": cpu_s(served.process.pid) - cpu}
+        found = {
+            f"{when} batch s": time.monotonic() - began,
+            f"{when} batch CPU s": cpu_s(served.process.pid) - cpu,
+        }
         return found | {"checkpoint kB": len(json.dumps(dataset.state_dict())) / 1e3}
 
 
 def by_files(counts: Sequence[int], runs: int) -> list[Row]:
     """In file order and shuffled, by number of files."""
     ways = {"none": "in file order", "rows": "shuffled rows"}
-    sources = {count: f"arrow:{corpora.folder_of(corpora.files_corpus(count))}/arrow/0:ids" for count in counts}
+    sources = {
+        count: f"arrow:{corpora.folder_of(corpora.files_corpus(count))}/arrow/0:ids"
+        for count in counts
+    }
     return [
-        Row(name=f"{count:,} files, {way}", at={"files": count}, runs=[files(source, shuffle) for _ in range(runs)])
+        Row(
+            name=f"{count:,} files, {way}",
+            at={"files": count},
+            runs=[files(source, shuffle) for _ in range(runs)],
+        )
         for count, source in sources.items()
         for shuffle, way in ways.items()
     ]
 
 
-def by_small_files(forms: Sequence[str], counts: Sequence[int], shuffles: Sequence[str], runs: int) -> list[Row]:
+def by_small_files(
+    forms: Sequence[str], counts: Sequence[int], shuffles: Sequence[str], runs: int
+) -> list[Row]:
     """By form, number of files and shuffle."""
     rows = []
     for form in forms:
         for count in counts:
-            folder = corpora.folder_of(corpora.SmallFiles(name=f"small-{count}-{form}", count=count, form=form))
+            folder = corpora.folder_of(
+                corpora.SmallFiles(name=f"small-{count}-{form}", count=count, form=form)
+            )
             place = folder / form if form == "arrow" else f"{folder}/{form}/*/*.{form}"
             rows += [
                 Row(
@@ -143,15 +191,34 @@ def by_small_files(forms: Sequence[str], counts: Sequence[int], shuffles: Sequen
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     over_help = "one or more; the first three if not given"
-    parser.add_argument("--over", choices=(*SIZES, "files", "small"), action="append", help=over_help)
-    parser.add_argument("--files", type=int, action="append", help=f"how many, for files and small (default {FILES})")
-    parser.add_argument("--form", choices=SMALL_FORMS, action="append", help="all that there are, if not given")
-    parser.add_argument("--shuffle", choices=SHUFFLES, action="append", help="for small; all if not given")
-    parser.add_argument("--runs", type=int, default=1, help="runs of each; medians are shown (default 1)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="steady state per run (default 3)")
-    parser.add_argument("--json", type=Path, metavar="FOLDER", help="also write scale-<over>.json files there")
+    parser.add_argument(
+        "--over", choices=(*SIZES, "files", "small"), action="append", help=over_help
+    )
+    parser.add_argument(
+        "--files",
+        type=int,
+        action="append",
+        help=f"how many, for files and small (default {FILES})",
+    )
+    parser.add_argument(
+        "--form", choices=SMALL_FORMS, action="append", help="all that there are, if not given"
+    )
+    parser.add_argument(
+        "--shuffle", choices=SHUFFLES, action="append", help="for small; all if not given"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=1, help="runs of each; medians are shown (default 1)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="steady state per run (default 3)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FOLDER", help="also write scale-<over>.json files there"
+    )
     options = parser.parse_args()
     for over in options.over or SIZES:
         result = Result.begin(f"scale-{over}", f"2 ranks, by {over}")

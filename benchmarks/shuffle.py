@@ -87,7 +87,9 @@ def corpus(folder: Path, rows: int, row_group: int, *, short: bool = False) -> N
     """``rows`` documents in ``FILES`` files below a folder, which is made."""
     folder.mkdir()
     rng = np.random.default_rng(7)
-    lengths = np.maximum(rng.lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, rows).astype(np.int64), 1)
+    lengths = np.maximum(
+        rng.lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, rows).astype(np.int64), 1
+    )
     if short:
         lengths = np.minimum(lengths, SEQUENCE_LENGTH)
     else:
@@ -98,7 +100,9 @@ def corpus(folder: Path, rows: int, row_group: int, *, short: bool = False) -> N
         offsets = np.concatenate(([0], np.cumsum(own)))
         ids = np.repeat(np.arange(first, behind, dtype=np.uint32), own)
         column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids))
-        pq.write_table(pa.table({"ids": column}), folder / f"{file}.parquet", row_group_size=row_group)
+        pq.write_table(
+            pa.table({"ids": column}), folder / f"{file}.parquet", row_group_size=row_group
+        )
 
 
 def configured(rows: int, source: str, options: dict[str, Any]) -> RunConfig:
@@ -192,7 +196,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     arguments = parser.parse_args()
     result = Result.begin(
-        "shuffle", f"{arguments.rows} documents in {FILES} files, samples of {SEQUENCE_LENGTH} tokens"
+        "shuffle",
+        f"{arguments.rows} documents in {FILES} files, samples of {SEQUENCE_LENGTH} tokens",
     )
     result.rows, drawn = run(arguments.rows)
     result.save(arguments.folder / f"{result.date[:10]}-shuffle.json")

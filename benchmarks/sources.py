@@ -49,14 +49,29 @@ class Cost(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=10_000_000, help="token ids to write (default: %(default)s)")
-    parser.add_argument("--passes", type=int, default=5, help="passes over each file (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=10_000_000, help="token ids to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--passes", type=int, default=5, help="passes over each file (default: %(default)s)"
+    )
     options = parser.parse_args()
     table = Table(
-        title="ns of CPU per token, one thread", caption="faults: page faults per million tokens, read and encode"
+        title="ns of CPU per token, one thread",
+        caption="faults: page faults per million tokens, read and encode",
     )
-    for heading in ("source", "Mtokens", "read", "encode", "together", "faults", "open + last row, ms"):
+    for heading in (
+        "source",
+        "Mtokens",
+        "read",
+        "encode",
+        "together",
+        "faults",
+        "open + last row, ms",
+    ):
         table.add_column(heading, justify="left" if heading == "source" else "right")
     with tempfile.TemporaryDirectory(prefix="tokenloom-sources-") as folder:
         for case in cases(options.tokens):
@@ -67,7 +82,9 @@ def main() -> None:
 
 def measure(spec: str, folder: Path, passes: int) -> tuple[str, ...]:
     source = open_source(SourceCatalog().spec(spec), folder, end_of_text_id=END_OF_TEXT)
-    encoder = DocumentEncoder(BytesEngine(), vocab_size=VOCAB_SIZE, eot_id=END_OF_TEXT, ends_once=True)
+    encoder = DocumentEncoder(
+        BytesEngine(), vocab_size=VOCAB_SIZE, eot_id=END_OF_TEXT, ends_once=True
+    )
     tokens = run(source, encoder).tokens
     read = min(run(source, None).cpu_ns for _ in range(passes)) / tokens
     both = min((run(source, encoder) for _ in range(passes)), key=lambda cost: cost.cpu_ns)
@@ -86,7 +103,11 @@ def measure(spec: str, folder: Path, passes: int) -> tuple[str, ...]:
 
 
 def run(source: Source, encoder: DocumentEncoder | None) -> Cost:
-    faults, begin, tokens = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.process_time_ns(), 0
+    faults, begin, tokens = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
+        time.process_time_ns(),
+        0,
+    )
     for rows in source.read(0, 0):
         if encoder is not None:
             tokens += len(encoder.encode(rows.column, rows.first_row).values)
@@ -97,21 +118,34 @@ def run(source: Source, encoder: DocumentEncoder | None) -> Cost:
 def cases(tokens: int) -> list[Case]:
     rng = np.random.default_rng(0)
     count = max(1, tokens // DOCUMENT_TOKENS)
-    lengths = np.maximum(4, rng.lognormal(np.log(DOCUMENT_TOKENS) - 0.4, 0.9, count)).astype(np.int64)
+    lengths = np.maximum(4, rng.lognormal(np.log(DOCUMENT_TOKENS) - 0.4, 0.9, count)).astype(
+        np.int64
+    )
     offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
     values = np.minimum(VOCAB_SIZE - 1, np.exp(rng.uniform(0, np.log(VOCAB_SIZE), lengths.sum())))
     wide = pa.table({"ids": pa.ListArray.from_arrays(offsets, pa.array(values.astype(np.int32)))})
-    narrow = pa.table({"ids": pa.ListArray.from_arrays(offsets, pa.array(values.astype(np.uint16)))})
+    narrow = pa.table(
+        {"ids": pa.ListArray.from_arrays(offsets, pa.array(values.astype(np.uint16)))}
+    )
     texts = library_texts(tokens)
     text = pa.table({"text": texts})
 
-    def parquet(name: str, table: pa.Table, rows: int = ROW_GROUP_ROWS, **options: object) -> Callable[[Path], None]:
-        return lambda folder: pq.write_table(table, folder / f"{name}.parquet", row_group_size=rows, **options)
+    def parquet(
+        name: str, table: pa.Table, rows: int = ROW_GROUP_ROWS, **options: object
+    ) -> Callable[[Path], None]:
+        return lambda folder: pq.write_table(
+            table, folder / f"{name}.parquet", row_group_size=rows, **options
+        )
 
-    def arrow(name: str, new: Callable[..., pa.ipc.RecordBatchStreamWriter]) -> Callable[[Path], None]:
+    def arrow(
+        name: str, new: Callable[..., pa.ipc.RecordBatchStreamWriter]
+    ) -> Callable[[Path], None]:
         def write(folder: Path) -> None:
             (folder / name).mkdir()
-            with pa.OSFile(str(folder / name / "data.arrow"), "wb") as file, new(file, narrow.schema) as writer:
+            with (
+                pa.OSFile(str(folder / name / "data.arrow"), "wb") as file,
+                new(file, narrow.schema) as writer,
+            ):
                 writer.write_table(narrow, max_chunksize=ROW_GROUP_ROWS)
 
         return write
@@ -125,15 +159,25 @@ def cases(tokens: int) -> list[Case]:
         np.save(folder / "owned.npy", owned)
 
     def jsonl(folder: Path) -> None:
-        (folder / "a.jsonl").write_bytes(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts))
+        (folder / "a.jsonl").write_bytes(
+            b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+        )
 
     def txt(folder: Path) -> None:
         (folder / "a.txt").write_text("\n".join(texts), encoding="utf-8")
 
     return [
         Case("parquet int32, defaults", "parquet:defaults.parquet:ids", parquet("defaults", wide)),
-        Case("parquet int32, zstd", "parquet:zstd.parquet:ids", parquet("zstd", wide, compression="zstd")),
-        Case("parquet int32, groups of 100", "parquet:small.parquet:ids", parquet("small", wide, rows=100)),
+        Case(
+            "parquet int32, zstd",
+            "parquet:zstd.parquet:ids",
+            parquet("zstd", wide, compression="zstd"),
+        ),
+        Case(
+            "parquet int32, groups of 100",
+            "parquet:small.parquet:ids",
+            parquet("small", wide, rows=100),
+        ),
         Case("parquet uint16, defaults", "parquet:narrow.parquet:ids", parquet("narrow", narrow)),
         Case("arrow uint16, file", "arrow:file:ids", arrow("file", pa.ipc.new_file)),
         Case("arrow uint16, stream", "arrow:stream:ids", arrow("stream", pa.ipc.new_stream)),

@@ -46,11 +46,21 @@ def measure(workload: Workload, seconds: float, pace: float = 0.0) -> Figures:
     """One run: a new server, new ranks, their steady state. ``pace``: tokens/s of all ranks together, 0 for all."""
     step_tokens = BATCH_SIZE * workload.sequence_length
     ranks = workload.ranks
-    with Processes(ranks) as processes, _ledger(workload, processes) as ledger, _place(workload, processes) as place:
+    with (
+        Processes(ranks) as processes,
+        _ledger(workload, processes) as ledger,
+        _place(workload, processes) as place,
+    ):
         served = serve(processes, workload.write(processes.folder, place), ledger)
         waits = [processes.folder / f"waits-{rank}.npy" for rank in range(ranks)]
         for rank in range(ranks):
-            command = [sys.executable, "-m", "benchmarks.trainer", "--url", f"grpc://{served.grpc}/{workload.name}"]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.trainer",
+                "--url",
+                f"grpc://{served.grpc}/{workload.name}",
+            ]
             command += ["--rank", str(rank), "--world-size", str(ranks), "--attempt", "bench"]
             command += ["--batch-size", str(BATCH_SIZE), "--pace", str(pace / ranks)]
             command += ["--board", str(processes.board.path), "--waits", str(waits[rank])]
@@ -58,11 +68,20 @@ def measure(workload: Workload, seconds: float, pace: float = 0.0) -> Figures:
         window = processes.window(WARM_UP_TOKENS // step_tokens, seconds)
         processes.end("client")
         span = {"from M tokens": window.first.tokens / 1e6, "to M tokens": window.last.tokens / 1e6}
-        return prototype.figures(window) | _waits(waits, window) | (span if workload.reads_once else {})
+        return (
+            prototype.figures(window)
+            | _waits(waits, window)
+            | (span if workload.reads_once else {})
+        )
 
 
 def run(
-    workloads: Sequence[Workload], runs: int, seconds: float, *, pace: float = 0.0, floor: bool = False
+    workloads: Sequence[Workload],
+    runs: int,
+    seconds: float,
+    *,
+    pace: float = 0.0,
+    floor: bool = False,
 ) -> list[Row]:
     """Rounds in which each workload, and if wanted the prototype and the tokeniser alone, has a run: all share the
     machine's moods."""
@@ -71,7 +90,11 @@ def run(
     rows = [Row(name=workload.name) for workload in workloads]
     forms: set[Form] = set()
     for workload in workloads:
-        if floor and not workload.reads_once and (workload.form == "parquet" or workload.form == "arrow"):
+        if (
+            floor
+            and not workload.reads_once
+            and (workload.form == "parquet" or workload.form == "arrow")
+        ):
             forms.add(workload.form)
     floors = [Row(name=f"prototype, {form}") for form in sorted(forms)]
     alone = Row(name="tokeniser alone")
@@ -120,17 +143,30 @@ def _place(workload: Workload, processes: Processes) -> Iterator[str | None]:
         yield None
         return
     folder = corpora.folder_of(workload.corpus)
-    with (processes.folder / "late").open("wb") as log, late_server(folder, workload.delay_ms / 1e3, log) as url:
+    with (
+        (processes.folder / "late").open("wb") as log,
+        late_server(folder, workload.delay_ms / 1e3, log) as url,
+    ):
         yield url
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = ", ".join(WORKLOADS)
-    parser.add_argument("--workload", choices=WORKLOADS, action="append", metavar="NAME", help=f"of {names}")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each workload; medians are shown (default 3)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="steady state per run (default 3)")
-    parser.add_argument("--pace", type=float, default=0.0, help="tokens/s that both ranks together take; 0: all")
+    parser.add_argument(
+        "--workload", choices=WORKLOADS, action="append", metavar="NAME", help=f"of {names}"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="runs of each workload; medians are shown (default 3)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="steady state per run (default 3)"
+    )
+    parser.add_argument(
+        "--pace", type=float, default=0.0, help="tokens/s that both ranks together take; 0: all"
+    )
     parser.add_argument(
         "--floor",
         action="store_true",
@@ -140,7 +176,9 @@ def main() -> None:
     options = parser.parse_args()
     result = Result.begin("throughput", f"{RANKS} ranks, batch {BATCH_SIZE}")
     workloads = [WORKLOADS[name] for name in options.workload] if options.workload else HEADLINES
-    result.rows += run(workloads, options.runs, options.seconds, pace=options.pace, floor=options.floor)
+    result.rows += run(
+        workloads, options.runs, options.seconds, pace=options.pace, floor=options.floor
+    )
     show(result, COLUMNS)
     if options.json:
         result.save(options.json)

@@ -57,7 +57,11 @@ def calls(folder: Path) -> Iterator[list[bytes]]:
             max(begin, int(np.searchsorted(end, number * CALL_BYTES * weight)))
             for begin, end, weight in zip(begins, ends, corpora.WEIGHTS, strict=True)
         ]
-        yield [text.encode() for some, begin, end in zip(texts, begins, until, strict=True) for text in some[begin:end]]
+        yield [
+            text.encode()
+            for some, begin, end in zip(texts, begins, until, strict=True)
+            for text in some[begin:end]
+        ]
         begins = until
 
 
@@ -78,7 +82,9 @@ def encode(folder: Path) -> list[Mark]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="of the corpus")
     print(json.dumps(encode(parser.parse_args().folder)))
 

@@ -31,7 +31,9 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise _Ended
 
 
-def take(dataset: RemoteDataset, cells: np.memmap, pace: float, asked: array[float], waited: array[float]) -> None:
+def take(
+    dataset: RemoteDataset, cells: np.memmap, pace: float, asked: array[float], waited: array[float]
+) -> None:
     """Takes batches until the data end. ``cells``: this rank's on the board; ``pace`` in tokens/s, 0 for none.
 
     ``asked`` gets the monotonic time at which each step was asked for, ``waited`` how long it took, seconds.
@@ -60,15 +62,23 @@ def take(dataset: RemoteDataset, cells: np.memmap, pace: float, asked: array[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", required=True, help="grpc://host:port/run")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--attempt", required=True, help="one id for all ranks of the launch")
     parser.add_argument("--batch-size", type=int, default=8, help="samples per step (default 8)")
-    parser.add_argument("--pace", type=float, default=0.0, help="tokens per second to take; 0 (default): all")
-    parser.add_argument("--board", type=Path, required=True, help="file of int64 [ranks, 3]: tokens, steps, ended")
-    parser.add_argument("--waits", type=Path, required=True, help="where to write the waits on SIGTERM (.npy)")
+    parser.add_argument(
+        "--pace", type=float, default=0.0, help="tokens per second to take; 0 (default): all"
+    )
+    parser.add_argument(
+        "--board", type=Path, required=True, help="file of int64 [ranks, 3]: tokens, steps, ended"
+    )
+    parser.add_argument(
+        "--waits", type=Path, required=True, help="where to write the waits on SIGTERM (.npy)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     cells = np.memmap(options.board, np.int64, "r+").reshape(-1, 3)[options.rank]

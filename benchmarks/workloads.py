@@ -65,10 +65,17 @@ class Workload:
             fields: dict[str, Any] = {"tokenizer": str(folder / "tokenizer.json")}
         else:
             column, count = "ids", len(self.corpus.sources)
-            spread = np.exp(np.random.default_rng(3).uniform(0, np.log(20), count)).round(2).tolist()
+            spread = (
+                np.exp(np.random.default_rng(3).uniform(0, np.log(20), count)).round(2).tolist()
+            )
             weights = list(WEIGHTS) if count == len(WEIGHTS) else spread
             fields = {"vocab_size": self.corpus.vocabulary, "end_of_text_id": END_OF_TEXT}
-        files = {"parquet": f"/*.parquet:{column}", "arrow": f":{column}", "megatron": "/*", "npy": "/*.npy"}
+        files = {
+            "parquet": f"/*.parquet:{column}",
+            "arrow": f":{column}",
+            "megatron": "/*",
+            "npy": "/*.npy",
+        }
         children = [
             {
                 "source": f"{self.form}:{place or folder}/{self.form}/{source}{files[self.form]}",
@@ -102,8 +109,19 @@ def _ids(name: str, about: str, **options: Any) -> tuple[Workload, Workload]:
     """A workload of ids in both forms."""
     corpus = options.pop("corpus", W1)
     return (
-        Workload(name=f"parquet{name}", about=f"W1, int32 ids in Parquet{about}", corpus=corpus, **options),
-        Workload(name=f"arrow{name}", about=f"W1, narrow ids in Arrow{about}", corpus=corpus, form="arrow", **options),
+        Workload(
+            name=f"parquet{name}",
+            about=f"W1, int32 ids in Parquet{about}",
+            corpus=corpus,
+            **options,
+        ),
+        Workload(
+            name=f"arrow{name}",
+            about=f"W1, narrow ids in Arrow{about}",
+            corpus=corpus,
+            form="arrow",
+            **options,
+        ),
     )
 
 
@@ -118,9 +136,19 @@ VARIANTS: tuple[Workload, ...] = (
     *_ids("-200", ", 200 sources", corpus=W1_200),
     *_ids("-1000", ", 1,000 sources", corpus=W1_1000),
     *_ids("-1000-rows", ", 1,000 sources, rows shuffled", corpus=W1_1000, shuffle="rows"),
-    *_ids("-40", ", 40 sources, vocabulary of 128k, sequences of 4,096", corpus=W1_40, sequence_length=4_096),
+    *_ids(
+        "-40",
+        ", 40 sources, vocabulary of 128k, sequences of 4,096",
+        corpus=W1_40,
+        sequence_length=4_096,
+    ),
     *_ids("-128k", ", vocabulary of 128k", corpus=W1_128K),
-    Workload(name="megatron", about="W1, Megatron-LM's indexed datasets", corpus=W1_OWNED, form="megatron"),
+    Workload(
+        name="megatron",
+        about="W1, Megatron-LM's indexed datasets",
+        corpus=W1_OWNED,
+        form="megatron",
+    ),
     Workload(name="npy", about="W1, flat .npy files", corpus=W1_OWNED, form="npy"),
     *_ids("-redis", ", ledger in Redis", ledger="redis"),
 )
@@ -135,6 +163,11 @@ REALISTIC = Workload(
     shuffle="rows",
 )
 REALISTIC_REMOTE = dataclasses.replace(
-    REALISTIC, name="realistic-http", about="the same over http, each answer 20 ms late", delay_ms=20.0
+    REALISTIC,
+    name="realistic-http",
+    about="the same over http, each answer 20 ms late",
+    delay_ms=20.0,
 )
-WORKLOADS = {workload.name: workload for workload in (*HEADLINES, *VARIANTS, REALISTIC, REALISTIC_REMOTE)}
+WORKLOADS = {
+    workload.name: workload for workload in (*HEADLINES, *VARIANTS, REALISTIC, REALISTIC_REMOTE)
+}

@@ -17,7 +17,12 @@ from docsite.reference import commands, python, rest, wire
 from docsite.repository import OUTSIDE, ROOT, links_of_site
 
 #: What stands on the site in place of ``<!-- site: NAME -->``.
-PARTS = {"contract": wire.contract, "options": commands.every_option, "python": python.names, "routes": rest.routes}
+PARTS = {
+    "contract": wire.contract,
+    "options": commands.every_option,
+    "python": python.names,
+    "routes": rest.routes,
+}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -33,11 +38,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    whole = re.sub(r"^<!-- site: (\w+) -->$", lambda part: PARTS[part[1]](), markdown, flags=re.MULTILINE)
+    whole = re.sub(
+        r"^<!-- site: (\w+) -->$", lambda part: PARTS[part[1]](), markdown, flags=re.MULTILINE
+    )
     return links_of_site(as_python_markdown(whole), page.file.src_uri)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
     """Raises ``PluginError`` where a reader without a network would miss something."""
     if elsewhere := list(loads_from_elsewhere(Path(config.site_dir))):
-        raise PluginError("the site would load from other hosts; keep a copy in docs/:\n" + "\n".join(elsewhere))
+        raise PluginError(
+            "the site would load from other hosts; keep a copy in docs/:\n" + "\n".join(elsewhere)
+        )

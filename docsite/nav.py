@@ -9,7 +9,9 @@ from typing import Any
 from docsite.repository import links_of_site
 
 INDEX = "README.md"
-_HEADING_OR_LINK = re.compile(r"^(?P<level>##+) (?P<heading>.+)$|\[(?P<text>[^]]+)\]\((?P<page>[\w./-]+\.md)\)", re.M)
+_HEADING_OR_LINK = re.compile(
+    r"^(?P<level>##+) (?P<heading>.+)$|\[(?P<text>[^]]+)\]\((?P<page>[\w./-]+\.md)\)", re.M
+)
 
 
 def nav_of(index: str) -> list[Any]:
@@ -24,7 +26,9 @@ def nav_of(index: str) -> list[Any]:
     for match in _HEADING_OR_LINK.finditer(links_of_site(index, INDEX)):
         if match["heading"]:
             level = len(match["level"])
-            levels = {above: entries for above, entries in levels.items() if above < level} | {level: []}
+            levels = {above: entries for above, entries in levels.items() if above < level} | {
+                level: []
+            }
             levels[max(levels.keys() - {level})].append({match["heading"]: levels[level]})
         elif match["page"] not in seen and max(levels) > 1:
             seen.add(match["page"])

@@ -22,7 +22,9 @@ _LOADED = {
     "video": ("poster", "src"),
 }
 _ELSEWHERE = re.compile(r"\s*(?:https?:)?//", re.IGNORECASE)
-_STYLE = re.compile(r"""(?:url\(|@import)\s*["']?(?P<address>(?:https?:)?//[^"')\s]+)""", re.IGNORECASE)
+_STYLE = re.compile(
+    r"""(?:url\(|@import)\s*["']?(?P<address>(?:https?:)?//[^"')\s]+)""", re.IGNORECASE
+)
 
 
 def loads_from_elsewhere(site: Path) -> Iterator[str]:
@@ -45,5 +47,10 @@ class _Loads(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         is_canonical = ("rel", "canonical") in attrs
         for name, value in attrs:
-            if name in _LOADED.get(tag, ()) and value and _ELSEWHERE.match(value) and not is_canonical:
+            if (
+                name in _LOADED.get(tag, ())
+                and value
+                and _ELSEWHERE.match(value)
+                and not is_canonical
+            ):
                 self.addresses.append(value)

@@ -53,20 +53,25 @@ def passages(markdown: str) -> Iterator[Passage]:
         if token.type == "inline":
             text = " ".join(_prose(token.children or ()).split())
             sentences = [_WORD.findall(sentence) for sentence in _SENTENCE_END.split(text)]
-            rare = dict.fromkeys(word.lower() for words in sentences for word in words if not _is_known(word.lower()))
+            rare = dict.fromkeys(
+                word.lower() for words in sentences for word in words if not _is_known(word.lower())
+            )
             yield Passage(line, max(map(len, sentences)), tuple(rare), text)
 
 
 def _prose(tokens: Sequence[Token]) -> str:
     """Text without code: a name of it is one word of its sentence, whatever it is."""
     return "".join(
-        token.content if token.type == "text" else " it " if token.type == "code_inline" else " " for token in tokens
+        token.content if token.type == "text" else " it " if token.type == "code_inline" else " "
+        for token in tokens
     )
 
 
 def _is_known(word: str) -> bool:
     forms = (word, word.removesuffix("s"), word.removesuffix("'s"))
-    return len(word) < 3 or any(form in _glossary() or zipf_frequency(form, "en") >= COMMON for form in forms)
+    return len(word) < 3 or any(
+        form in _glossary() or zipf_frequency(form, "en") >= COMMON for form in forms
+    )
 
 
 @cache
@@ -75,17 +80,27 @@ def _glossary() -> frozenset[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=Path, help="Markdown files (default: all of docs/)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "pages", nargs="*", type=Path, help="Markdown files (default: all of docs/)"
+    )
     parser.add_argument("--most", type=int, default=10, help="passages of each page (default 10)")
     options = parser.parse_args()
     for page in options.pages or sorted((ROOT / "docs").rglob("*.md")):
         markdown = page.read_text(encoding="utf-8")
-        hard = sorted((each for each in passages(markdown) if each.score), key=lambda each: -each.score)
-        print(f"{page}: {len(_WORD.findall(markdown)):,} words, {sum(each.score for each in hard)} in all")
+        hard = sorted(
+            (each for each in passages(markdown) if each.score), key=lambda each: -each.score
+        )
+        print(
+            f"{page}: {len(_WORD.findall(markdown)):,} words, {sum(each.score for each in hard)} in all"
+        )
         for each in hard[: options.most]:
             rare = f"; rare: {', '.join(each.rare)}" if each.rare else ""
-            print(f"  line {each.line}: {each.score} (a sentence of {each.words} words{rare})\n    {each.text[:160]}")
+            print(
+                f"  line {each.line}: {each.score} (a sentence of {each.words} words{rare})\n    {each.text[:160]}"
+            )
 
 
 if __name__ == "__main__":

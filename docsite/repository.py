@@ -18,7 +18,9 @@ OUTSIDE = {
 }
 _SOURCES = {page: path for path, page in OUTSIDE.items()}
 #: A block of code, a code span, or a link with its target.
-_CODE_OR_LINK = re.compile(r"^ *```.*?^ *```$|`[^`\n]+`|\]\((?P<target>[^)\s]+)\)", re.DOTALL | re.MULTILINE)
+_CODE_OR_LINK = re.compile(
+    r"^ *```.*?^ *```$|`[^`\n]+`|\]\((?P<target>[^)\s]+)\)", re.DOTALL | re.MULTILINE
+)
 
 
 def links_of_site(text: str, page: str) -> str:
@@ -32,7 +34,9 @@ def links_of_site(text: str, page: str) -> str:
             return match[0]
         path, _, anchor = target.partition("#")
         linked = normpath(join(source.rpartition("/")[0], path))
-        moved = OUTSIDE.get(linked, linked.removeprefix("docs/") if linked.startswith("docs/") else None)
+        moved = OUTSIDE.get(
+            linked, linked.removeprefix("docs/") if linked.startswith("docs/") else None
+        )
         if moved is not None:
             place = relpath(moved, page.rpartition("/")[0] or ".")
         elif (ROOT / linked).exists():

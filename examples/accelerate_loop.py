@@ -26,7 +26,9 @@ def main(options: argparse.Namespace) -> None:
 
     # 1. After the Accelerator. Without a checkpoint from the beginning; a loaded state wins.
     dataset = RemoteDataset(options.url, options.batch_size // options.accumulate, resume="fresh")
-    batches = TokenloomLoader(accelerator, dataset)  # 2. in place of a DataLoader, and never through prepare()
+    batches = TokenloomLoader(
+        accelerator, dataset
+    )  # 2. in place of a DataLoader, and never through prepare()
     # The run says how many ids and how long its samples are.
     ids, target_tokens = dataset.vocab_size, options.samples * dataset.sequence_length
     model = torch.nn.Sequential(torch.nn.Embedding(ids, 32), torch.nn.Linear(32, ids))
@@ -37,12 +39,18 @@ def main(options: argparse.Namespace) -> None:
 
     last = newest(options.checkpoint)
     if last:
-        accelerator.load_state(last)  # 3. the data go on after the last sample that the weights have seen
+        accelerator.load_state(
+            last
+        )  # 3. the data go on after the last sample that the weights have seen
 
     steps, total = 0, torch.zeros(())
     for batch in batches:
         with accelerator.accumulate(model):
-            loss = mean_loss(token_losses(model(batch["input_ids"]), batch["labels"], shifted=False), batch, dataset)
+            loss = mean_loss(
+                token_losses(model(batch["input_ids"]), batch["labels"], shifted=False),
+                batch,
+                dataset,
+            )
             accelerator.backward(loss)
             scheduler.step(batch["total_tokens"])  # 4. in tokens
             optimizer.step()
@@ -51,7 +59,13 @@ def main(options: argparse.Namespace) -> None:
         if not accelerator.sync_gradients:
             continue
         steps += 1
-        record(options, accelerator, dataset, accelerator.reduce(total, "mean").item(), scheduler.get_last_lr()[0])
+        record(
+            options,
+            accelerator,
+            dataset,
+            accelerator.reduce(total, "mean").item(),
+            scheduler.get_last_lr()[0],
+        )
         total.zero_()
         if steps % options.every == 0:
             save(accelerator, options.checkpoint / str(dataset.sample_index))
@@ -83,24 +97,44 @@ def save(accelerator: Accelerator, folder: Path) -> None:
 
 
 def record(
-    options: argparse.Namespace, accelerator: Accelerator, dataset: RemoteDataset, loss: float, lr: float
+    options: argparse.Namespace,
+    accelerator: Accelerator,
+    dataset: RemoteDataset,
+    loss: float,
+    lr: float,
 ) -> None:
     """What was trained, for people and for ``--record``."""
-    accelerator.print(f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  loss {loss:.4f}  lr {lr:.2e}")
+    accelerator.print(
+        f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  loss {loss:.4f}  lr {lr:.2e}"
+    )
     if options.record and accelerator.is_main_process:
-        line = {"sample_index": dataset.sample_index, "digest": dataset.digest, "loss": loss, "lr": lr}
+        line = {
+            "sample_index": dataset.sample_index,
+            "digest": dataset.digest,
+            "loss": loss,
+            "lr": lr,
+        }
         with options.record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="grpc://host:port/run")
-    parser.add_argument("--batch-size", type=int, default=4, help="samples per process and optimiser step")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches that these come in")
-    parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all processes")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+        "--batch-size", type=int, default=4, help="samples per process and optimiser step"
+    )
+    parser.add_argument("--accumulate", type=int, default=1, help="batches that these come in")
+    parser.add_argument(
+        "--samples", type=int, default=800, help="of the whole run, over all processes"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=Path("checkpoint"),
+        help="folder to save to and to resume from",
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

@@ -34,7 +34,9 @@ def main(options: argparse.Namespace) -> None:
     ids, target_tokens = dataset.vocab_size, options.samples * dataset.sequence_length
     model = torch.nn.Sequential(torch.nn.Embedding(ids, 32), torch.nn.Linear(32, ids))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=target_tokens)  # 2. in tokens
+    scheduler = TokenLRScheduler(
+        optimizer, warmup_tokens=4096, target_tokens=target_tokens
+    )  # 2. in tokens
 
     saved = options.checkpoint / "last.pt"
     if saved.exists():
@@ -42,23 +44,36 @@ def main(options: argparse.Namespace) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
-        dataset.load_state_dict(state["dataset"])  # 3. goes on after the last sample that the weights have seen
+        dataset.load_state_dict(
+            state["dataset"]
+        )  # 3. goes on after the last sample that the weights have seen
     replica = DistributedDataParallel(model)
 
-    batches = dataset if dataset.sample_index < options.samples else []  # one that is done is not trained further
+    batches = (
+        dataset if dataset.sample_index < options.samples else []
+    )  # one that is done is not trained further
     for step, batch in enumerate(batches, start=1):
-        loss = mean_loss(token_losses(replica(batch["input_ids"]), batch["labels"], shifted=False), batch, dataset)
+        loss = mean_loss(
+            token_losses(replica(batch["input_ids"]), batch["labels"], shifted=False),
+            batch,
+            dataset,
+        )
         optimizer.zero_grad()
         loss.backward()
         scheduler.step(batch["total_tokens"])
         optimizer.step()
 
         dist.all_reduce(total := loss.detach().clone())
-        record(options, rank, dataset, total.item() / dist.get_world_size(), scheduler.get_last_lr()[0])
+        record(
+            options, rank, dataset, total.item() / dist.get_world_size(), scheduler.get_last_lr()[0]
+        )
         if step % options.every == 0 and rank == 0:
             options.checkpoint.mkdir(parents=True, exist_ok=True)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"scheduler": scheduler.state_dict(), "dataset": dataset.state_dict()}  # 4. beside the weights
+            state |= {
+                "scheduler": scheduler.state_dict(),
+                "dataset": dataset.state_dict(),
+            }  # 4. beside the weights
             torch.save(state, saved.with_suffix(".part"))
             saved.with_suffix(".part").replace(saved)
         if dataset.sample_index >= options.samples:
@@ -67,27 +82,44 @@ def main(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def record(options: argparse.Namespace, rank: int, dataset: RemoteDataset, loss: float, lr: float) -> None:
+def record(
+    options: argparse.Namespace, rank: int, dataset: RemoteDataset, loss: float, lr: float
+) -> None:
     """What was trained, for people and for ``--record``."""
     if rank:
         return
-    print(f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  loss {loss:.4f}  lr {lr:.2e}", flush=True)
+    print(
+        f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  loss {loss:.4f}  lr {lr:.2e}",
+        flush=True,
+    )
     if options.record:
-        line = {"sample_index": dataset.sample_index, "digest": dataset.digest, "loss": loss, "lr": lr}
+        line = {
+            "sample_index": dataset.sample_index,
+            "digest": dataset.digest,
+            "loss": loss,
+            "lr": lr,
+        }
         with options.record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="grpc://host:port/run, or the path of a mixture file")
     parser.add_argument("--batch-size", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all ranks")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+        "--checkpoint",
+        type=Path,
+        default=Path("checkpoint"),
+        help="folder to save to and to resume from",
     )
     parser.add_argument(
-        "--resume", default="fresh", help="where it begins without a checkpoint: fresh, latest or a snapshot"
+        "--resume",
+        default="fresh",
+        help="where it begins without a checkpoint: fresh, latest or a snapshot",
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

@@ -36,7 +36,12 @@ class Sharded(Stateful):
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
 
 
 def main(options: argparse.Namespace) -> None:
@@ -55,7 +60,9 @@ def main(options: argparse.Namespace) -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=target_tokens)  # 2. in tokens
+    scheduler = TokenLRScheduler(
+        optimizer, warmup_tokens=4096, target_tokens=target_tokens
+    )  # 2. in tokens
 
     # 3. What has a state_dict() is saved by it: the dataset and the scheduler as they are.
     state = {"sharded": Sharded(model, optimizer), "scheduler": scheduler, "dataset": dataset}
@@ -63,16 +70,22 @@ def main(options: argparse.Namespace) -> None:
     if saved:
         dcp.load(state, checkpoint_id=saved[-1])
 
-    batches = dataset if dataset.sample_index < options.samples else []  # one that is done is not trained further
+    batches = (
+        dataset if dataset.sample_index < options.samples else []
+    )  # one that is done is not trained further
     for step, batch in enumerate(batches, start=1):
-        loss = mean_loss(token_losses(model(batch["input_ids"]), batch["labels"], shifted=False), batch, dataset)
+        loss = mean_loss(
+            token_losses(model(batch["input_ids"]), batch["labels"], shifted=False), batch, dataset
+        )
         optimizer.zero_grad()
         loss.backward()
         scheduler.step(batch["total_tokens"])
         optimizer.step()
 
         dist.all_reduce(total := loss.detach().clone())
-        record(options, rank, dataset, total.item() / dist.get_world_size(), scheduler.get_last_lr()[0])
+        record(
+            options, rank, dataset, total.item() / dist.get_world_size(), scheduler.get_last_lr()[0]
+        )
         if step % options.every == 0:
             dcp.save(state, checkpoint_id=options.checkpoint / f"{dataset.sample_index:012}")
         if dataset.sample_index >= options.samples:
@@ -86,27 +99,44 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     return sorted(metadata.parent for metadata in folder.glob("*/.metadata"))
 
 
-def record(options: argparse.Namespace, rank: int, dataset: RemoteDataset, loss: float, lr: float) -> None:
+def record(
+    options: argparse.Namespace, rank: int, dataset: RemoteDataset, loss: float, lr: float
+) -> None:
     """What was trained, for people and for ``--record``."""
     if rank:
         return
-    print(f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  loss {loss:.4f}  lr {lr:.2e}", flush=True)
+    print(
+        f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  loss {loss:.4f}  lr {lr:.2e}",
+        flush=True,
+    )
     if options.record:
-        line = {"sample_index": dataset.sample_index, "digest": dataset.digest, "loss": loss, "lr": lr}
+        line = {
+            "sample_index": dataset.sample_index,
+            "digest": dataset.digest,
+            "loss": loss,
+            "lr": lr,
+        }
         with options.record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="grpc://host:port/run")
     parser.add_argument("--batch-size", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all ranks")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+        "--checkpoint",
+        type=Path,
+        default=Path("checkpoint"),
+        help="folder to save to and to resume from",
     )
     parser.add_argument(
-        "--resume", default="fresh", help="where it begins without a checkpoint: fresh, latest or a snapshot"
+        "--resume",
+        default="fresh",
+        help="where it begins without a checkpoint: fresh, latest or a snapshot",
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

@@ -37,10 +37,21 @@ def main(options: argparse.Namespace) -> None:
         gradient_checkpointing=False,
     )
     # 1. After SFTConfig. Without a checkpoint from the beginning; a loaded state wins.
-    dataset = RemoteDataset(options.url, args.per_device_train_batch_size, columns=["attention_mask"], resume="fresh")
+    dataset = RemoteDataset(
+        options.url, args.per_device_train_batch_size, columns=["attention_mask"], resume="fresh"
+    )
 
-    config = {"vocab_size": dataset.vocab_size, "hidden_size": 32, "intermediate_size": 64, "attention_dropout": 0.1}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": dataset.sequence_length}
+    config = {
+        "vocab_size": dataset.vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "attention_dropout": 0.1,
+    }
+    config |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": dataset.sequence_length,
+    }
     trainer = TokenloomSFTTrainer(  # 2. in place of SFTTrainer
         LlamaForCausalLM(LlamaConfig(**config)),
         args,
@@ -49,7 +60,9 @@ def main(options: argparse.Namespace) -> None:
         target_tokens=options.samples * dataset.sequence_length,
         callbacks=[Record(options.record, dataset)],
     )
-    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))  # 3. the last that was saved whole
+    trainer.train(
+        resume_from_checkpoint=last_checkpoint(args.output_dir)
+    )  # 3. the last that was saved whole
     dataset.close()
     trainer.accelerator.end_training()
 
@@ -71,12 +84,19 @@ class Record(TrainerCallback):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="grpc://host:port/run")
     parser.add_argument("--batch-size", type=int, default=4, help="samples per process and step")
-    parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all processes")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+        "--samples", type=int, default=800, help="of the whole run, over all processes"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=Path("checkpoint"),
+        help="folder to save to and to resume from",
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

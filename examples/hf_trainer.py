@@ -38,16 +38,24 @@ def main(options: argparse.Namespace) -> None:
     tokens = options.samples * dataset.sequence_length
 
     config = {"vocab_size": dataset.vocab_size, "hidden_size": 32, "intermediate_size": 64}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": dataset.sequence_length}
+    config |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": dataset.sequence_length,
+    }
     trainer = TokenloomTrainer(  # 2. in place of Trainer
         model=LlamaForCausalLM(LlamaConfig(**config)),
         args=args,
         train_dataset=dataset,
         target_tokens=tokens,
-        token_lr=lambda optimizer: TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=tokens),
+        token_lr=lambda optimizer: TokenLRScheduler(
+            optimizer, warmup_tokens=4096, target_tokens=tokens
+        ),
         callbacks=[Record(options.record, dataset)],
     )
-    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))  # 3. the last that was saved whole
+    trainer.train(
+        resume_from_checkpoint=last_checkpoint(args.output_dir)
+    )  # 3. the last that was saved whole
     dataset.close()
     trainer.accelerator.end_training()
 
@@ -69,13 +77,22 @@ class Record(TrainerCallback):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="grpc://host:port/run")
-    parser.add_argument("--batch-size", type=int, default=4, help="samples per process and optimiser step")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches that these come in")
-    parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all processes")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+        "--batch-size", type=int, default=4, help="samples per process and optimiser step"
+    )
+    parser.add_argument("--accumulate", type=int, default=1, help="batches that these come in")
+    parser.add_argument(
+        "--samples", type=int, default=800, help="of the whole run, over all processes"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=Path("checkpoint"),
+        help="folder to save to and to resume from",
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

@@ -43,8 +43,13 @@ class Model(TokenLRModule):  # 1. a LightningModule whose LR follows the tokens
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
         target = self.samples * self.trainer.datamodule.dataset.sequence_length  # type: ignore[attr-defined]
-        scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=target)  # 2. in tokens
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = TokenLRScheduler(
+            optimizer, warmup_tokens=4096, target_tokens=target
+        )  # 2. in tokens
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Record(Callback):
@@ -60,9 +65,17 @@ class Record(Callback):
         lr = pl_module.lr_schedulers().get_last_lr()[0]
         data = trainer.datamodule  # type: ignore[attr-defined]
         if trainer.is_global_zero:
-            print(f"samples {data.sample_index}  tokens {data.total_tokens}  loss {loss:.4f}  lr {lr:.2e}", flush=True)
+            print(
+                f"samples {data.sample_index}  tokens {data.total_tokens}  loss {loss:.4f}  lr {lr:.2e}",
+                flush=True,
+            )
             if self.options.record:
-                line = {"sample_index": data.sample_index, "digest": data.digest, "loss": loss, "lr": lr}
+                line = {
+                    "sample_index": data.sample_index,
+                    "digest": data.digest,
+                    "loss": loss,
+                    "lr": lr,
+                }
                 with self.options.record.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
         if data.sample_index >= self.options.samples:
@@ -81,23 +94,34 @@ def main(options: argparse.Namespace) -> None:
         max_epochs=1,
         callbacks=[
             Record(options),
-            ModelCheckpoint(options.checkpoint, save_last=True, save_top_k=0, every_n_train_steps=options.every),
+            ModelCheckpoint(
+                options.checkpoint, save_last=True, save_top_k=0, every_n_train_steps=options.every
+            ),
         ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(options.samples), datamodule=data, ckpt_path="last")  # 4. the data go on with the weights
+    trainer.fit(
+        Model(options.samples), datamodule=data, ckpt_path="last"
+    )  # 4. the data go on with the weights
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="grpc://host:port/run")
     parser.add_argument("--batch-size", type=int, default=4, help="samples per process and step")
-    parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all processes")
+    parser.add_argument(
+        "--samples", type=int, default=800, help="of the whole run, over all processes"
+    )
     parser.add_argument("--accelerator", default="auto", help="as Lightning's Trainer takes it")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+        "--checkpoint",
+        type=Path,
+        default=Path("checkpoint"),
+        help="folder to save to and to resume from",
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

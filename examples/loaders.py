@@ -37,7 +37,9 @@ def loader_of(dataset: RemoteDataset, name: str, workers: int) -> tuple[Iterable
         return loader, loader
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    other: StatefulDataLoader[Batch] = StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
+    other: StatefulDataLoader[Batch] = StatefulDataLoader(
+        dataset, batch_size=None, num_workers=workers
+    )
     return other, other
 
 
@@ -65,7 +67,11 @@ def main(options: argparse.Namespace) -> None:
     replica = DistributedDataParallel(model)
 
     for step, batch in enumerate(loader, start=1):
-        loss = mean_loss(token_losses(replica(batch["input_ids"]), batch["labels"], shifted=False), batch, dataset)
+        loss = mean_loss(
+            token_losses(replica(batch["input_ids"]), batch["labels"], shifted=False),
+            batch,
+            dataset,
+        )
         optimizer.zero_grad()
         loss.backward()
         scheduler.step(batch["total_tokens"])
@@ -93,11 +99,16 @@ def checksum_of(batch: Batch) -> torch.Tensor:
     return ((batch["input_ids"] * places).sum(1) * (batch["sample_ids"] + 1)).sum()
 
 
-def record(options: argparse.Namespace, rank: int, batch: Batch, loss: float, lr: float, digest: str) -> None:
+def record(
+    options: argparse.Namespace, rank: int, batch: Batch, loss: float, lr: float, digest: str
+) -> None:
     """What was trained, for people and for ``--record``."""
     if rank:
         return
-    print(f"samples {batch['sample_index']}  tokens {batch['total_tokens']}  loss {loss:.4f}  lr {lr:.2e}", flush=True)
+    print(
+        f"samples {batch['sample_index']}  tokens {batch['total_tokens']}  loss {loss:.4f}  lr {lr:.2e}",
+        flush=True,
+    )
     if options.record:
         line = {"sample_index": batch["sample_index"], "digest": digest, "loss": loss, "lr": lr}
         with options.record.open("a", encoding="utf-8") as file:
@@ -105,17 +116,24 @@ def record(options: argparse.Namespace, rank: int, batch: Batch, loss: float, lr
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="grpc://host:port/run")
     parser.add_argument("--loader", choices=("torch", "stateful", "torchdata"), default="stateful")
     parser.add_argument("--workers", type=int, choices=(0, 1), default=0)
     parser.add_argument("--batch-size", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all ranks")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+        "--checkpoint",
+        type=Path,
+        default=Path("checkpoint"),
+        help="folder to save to and to resume from",
     )
     parser.add_argument(
-        "--resume", default="fresh", help="where it begins without a checkpoint: fresh, latest or a snapshot"
+        "--resume",
+        default="fresh",
+        help="where it begins without a checkpoint: fresh, latest or a snapshot",
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

@@ -45,7 +45,9 @@ class Stage(nn.Module):
         x = x + self.perceptron(x)
         if self.head is None:
             return x
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            self.head(x).flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+        )
 
 
 def main(options: argparse.Namespace) -> None:
@@ -58,7 +60,12 @@ def main(options: argparse.Namespace) -> None:
 
     # 1. On every process: those of one dp rank get the same batches, and one of them joins the run.
     dataset = mesh_dataset(
-        options.url, mesh, options.batch_size, dp="dp", resume=options.resume, columns=["position_ids"]
+        options.url,
+        mesh,
+        options.batch_size,
+        dp="dp",
+        resume=options.resume,
+        columns=["position_ids"],
     )
 
     # What lies where in the mesh, whatever the number of replicas.
@@ -72,9 +79,13 @@ def main(options: argparse.Namespace) -> None:
     torch.manual_seed(pp.get_local_rank())
     ids, length = dataset.vocab_size, dataset.sequence_length
     model = Stage(pp.get_local_rank() == 0, pp.get_local_rank() == pp.size() - 1, ids, length)
-    parallelize_module(model.perceptron, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(
+        model.perceptron, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-    scheduler = TokenLRScheduler(optimizer, warmup_tokens=4096, target_tokens=options.samples * length)
+    scheduler = TokenLRScheduler(
+        optimizer, warmup_tokens=4096, target_tokens=options.samples * length
+    )
     data = dist.new_group(mesh.mesh[pp.get_local_rank(), :, :, mesh["tp"].get_local_rank()].flatten().tolist(),
                           use_local_synchronization=True)  # fmt: skip
     if saved:
@@ -102,9 +113,23 @@ def main(options: argparse.Namespace) -> None:
         scheduler.step(batch["total_tokens"])
         optimizer.step()
 
-        record(options, dist.get_rank() == dist.get_world_size() - 1, dataset, totals, scheduler.get_last_lr()[0])
+        record(
+            options,
+            dist.get_rank() == dist.get_world_size() - 1,
+            dataset,
+            totals,
+            scheduler.get_last_lr()[0],
+        )
         if step % options.every == 0:
-            save(options, mesh, dataset, part, model, optimizer, {"scheduler": scheduler.state_dict()})
+            save(
+                options,
+                mesh,
+                dataset,
+                part,
+                model,
+                optimizer,
+                {"scheduler": scheduler.state_dict()},
+            )
         if dataset.sample_index >= options.samples:
             break
     dataset.close()
@@ -170,37 +195,62 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, An
             local(value).copy_(state["model"][name])
         for parameter, saved in zip(model.parameters(), state["optimizer"], strict=True):
             like = torch.zeros_like(parameter)
-            own = optimizer.state[parameter] = {"step": saved["step"], "exp_avg": like, "exp_avg_sq": like.clone()}
+            own = optimizer.state[parameter] = {
+                "step": saved["step"],
+                "exp_avg": like,
+                "exp_avg_sq": like.clone(),
+            }
             local(own["exp_avg"]).copy_(saved["exp_avg"])
             local(own["exp_avg_sq"]).copy_(saved["exp_avg_sq"])
 
 
-def record(options: argparse.Namespace, tells: bool, dataset: GroupDataset, totals: Tensor, lr: float) -> None:
+def record(
+    options: argparse.Namespace, tells: bool, dataset: GroupDataset, totals: Tensor, lr: float
+) -> None:
     """What was trained, for people and for ``--record``; by a process of the last stage that is no leader."""
     if not tells:
         return
     loss = (totals[0] / totals[1]).item()
-    print(f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  loss {loss:.4f}  lr {lr:.2e}", flush=True)
+    print(
+        f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  loss {loss:.4f}  lr {lr:.2e}",
+        flush=True,
+    )
     if options.record:
-        line = {"sample_index": dataset.sample_index, "digest": dataset.digest, "loss": loss, "lr": lr}
+        line = {
+            "sample_index": dataset.sample_index,
+            "digest": dataset.digest,
+            "loss": loss,
+            "lr": lr,
+        }
         with options.record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="grpc://host:port/run")
     parser.add_argument("--tp", type=int, default=1, help="processes that a layer is cut over")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--cp", type=int, default=1, help="processes that a sequence is cut over")
-    parser.add_argument("--load-balanced", action="store_true", help="each gets a part of its begin and of its end")
-    parser.add_argument("--batch-size", type=int, default=4, help="samples per data-parallel rank and step")
-    parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all ranks")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+        "--load-balanced", action="store_true", help="each gets a part of its begin and of its end"
     )
     parser.add_argument(
-        "--resume", default="fresh", help="where it begins without a checkpoint: fresh, latest or a snapshot"
+        "--batch-size", type=int, default=4, help="samples per data-parallel rank and step"
+    )
+    parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all ranks")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=Path("checkpoint"),
+        help="folder to save to and to resume from",
+    )
+    parser.add_argument(
+        "--resume",
+        default="fresh",
+        help="where it begins without a checkpoint: fresh, latest or a snapshot",
     )
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--record", type=Path, help="file for a JSON line per step")

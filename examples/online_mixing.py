@@ -80,14 +80,24 @@ class Run:
 
 def exploration(turn: int, sources: int) -> float:
     """The least share that a source has in a turn: ε_t."""
-    return min(1 / sources, math.sqrt(math.log(sources) / (sources * turn))) if turn else 1 / sources
+    return (
+        min(1 / sources, math.sqrt(math.log(sources) / (sources * turn))) if turn else 1 / sources
+    )
 
 
-def distribution(weights: Mapping[str, float], rewards: Mapping[str, float], turn: int) -> dict[str, float]:
+def distribution(
+    weights: Mapping[str, float], rewards: Mapping[str, float], turn: int
+) -> dict[str, float]:
     """Each source's share in a turn: π_t. ``weights`` are shares: their sum is 1."""
-    explored, before = len(rewards) * exploration(turn, len(rewards)), exploration(turn - 1, len(rewards))
+    explored, before = (
+        len(rewards) * exploration(turn, len(rewards)),
+        exploration(turn - 1, len(rewards)),
+    )
     greatest = max(rewards.values())  # so that no exponential overflows
-    powers = {source: weights[source] * math.exp(before * (reward - greatest)) for source, reward in rewards.items()}
+    powers = {
+        source: weights[source] * math.exp(before * (reward - greatest))
+        for source, reward in rewards.items()
+    }
     rest = (1 - explored) / sum(powers.values())
     return {source: rest * power + explored * weights[source] for source, power in powers.items()}
 
@@ -130,8 +140,12 @@ def next_turn(run: Run, turn: Turn, losses: Mapping[str, float], smoothing: floa
         "mixture",
         {
             "author": AUTHOR,
-            "reason": f"online data mixing, turn {turn.number + 1}; losses of turn {turn.number}: {loss_texts}"[:2000],
-            "set": [{"child": source, "weight": round(share, 6)} for source, share in shares.items()],
+            "reason": f"online data mixing, turn {turn.number + 1}; losses of turn {turn.number}: {loss_texts}"[
+                :2000
+            ],
+            "set": [
+                {"child": source, "weight": round(share, 6)} for source, share in shares.items()
+            ],
         },
     )
     return replace(
@@ -147,13 +161,19 @@ def next_turn(run: Run, turn: Turn, losses: Mapping[str, float], smoothing: floa
 def own_weights(mixture: Mapping[str, Any]) -> dict[str, float]:
     """The weights in force, as shares, of the sources that are not paused."""
     children = mixture["mixture"]["children"]
-    weights = {child.get("alias") or child.get("source"): child.get("weight", 1.0) for child in children}
-    if len(children) < 2 or not all(isinstance(weight, (int, float)) and source for source, weight in weights.items()):
+    weights = {
+        child.get("alias") or child.get("source"): child.get("weight", 1.0) for child in children
+    }
+    if len(children) < 2 or not all(
+        isinstance(weight, (int, float)) and source for source, weight in weights.items()
+    ):
         raise SystemExit(
             f"run {mixture['run']!r} does not have two or more sources with plain weights, all right below the root, "
             "which is what this example weighs"
         )
-    playing = {source: weight for source, weight in weights.items() if source not in mixture["paused"]}
+    playing = {
+        source: weight for source, weight in weights.items() if source not in mixture["paused"]
+    }
     return {source: weight / sum(playing.values()) for source, weight in playing.items() if weight}
 
 
@@ -190,14 +210,27 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="REST address of the server, as it printed it")
     parser.add_argument("--run", required=True)
-    parser.add_argument("--every", type=amount, default="10M", help="tokens of a turn: 500K, 10M, 1B")
-    parser.add_argument("--turns", type=int, default=1000, help="turns to make at most, the present mixture counted")
-    parser.add_argument("--smoothing", type=float, default=0.9, help="α: what a reward keeps of the turn before")
-    parser.add_argument("--poll", type=float, default=5.0, help="seconds between two looks at the losses")
     parser.add_argument(
-        "--state", type=Path, default=Path("online_mixing.json"), help="file to go on from, where it is there"
+        "--every", type=amount, default="10M", help="tokens of a turn: 500K, 10M, 1B"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=1000, help="turns to make at most, the present mixture counted"
+    )
+    parser.add_argument(
+        "--smoothing", type=float, default=0.9, help="α: what a reward keeps of the turn before"
+    )
+    parser.add_argument(
+        "--poll", type=float, default=5.0, help="seconds between two looks at the losses"
+    )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        default=Path("online_mixing.json"),
+        help="file to go on from, where it is there",
     )
     main(parser.parse_args())

@@ -33,7 +33,9 @@ class Model(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         these = self.embedding(input_ids)
         before = functional.pad(these, (0, 0, 1, 0))[:, :-1]
-        logits: torch.Tensor = self.head(functional.gelu(self.both(torch.cat((these, before), dim=-1))))
+        logits: torch.Tensor = self.head(
+            functional.gelu(self.both(torch.cat((these, before), dim=-1)))
+        )
         return logits
 
 
@@ -55,7 +57,9 @@ def main(options: argparse.Namespace) -> None:
         dataset.load_state_dict(state["dataset"])
     replica = DistributedDataParallel(model)
 
-    batches = dataset if dataset.sample_index < options.samples else []  # one that is done is not trained further
+    batches = (
+        dataset if dataset.sample_index < options.samples else []
+    )  # one that is done is not trained further
     for step, batch in enumerate(batches, start=1):
         logits = replica(batch["input_ids"])
         losses = token_losses(logits, batch["labels"], shifted=dataset.labels == "shifted")
@@ -79,11 +83,18 @@ def main(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def record(options: argparse.Namespace, rank: int, dataset: RemoteDataset, means: MeanLosses) -> None:
+def record(
+    options: argparse.Namespace, rank: int, dataset: RemoteDataset, means: MeanLosses
+) -> None:
     """What was measured, for people and for ``--record``."""
     if rank == 0:
-        loss_texts = "  ".join(f"{name} {loss:.4f} ({means.tokens[name]})" for name, loss in means.losses.items())
-        print(f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  {loss_texts}", flush=True)
+        loss_texts = "  ".join(
+            f"{name} {loss:.4f} ({means.tokens[name]})" for name, loss in means.losses.items()
+        )
+        print(
+            f"samples {dataset.sample_index}  tokens {dataset.total_tokens}  {loss_texts}",
+            flush=True,
+        )
     if options.record:
         line = {"sample_index": dataset.sample_index, "digest": dataset.digest}
         line |= {"losses": means.losses, "tokens": means.tokens, "loss": means.loss}
@@ -92,14 +103,23 @@ def record(options: argparse.Namespace, rank: int, dataset: RemoteDataset, means
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", help="grpc://host:port/run")
     parser.add_argument("--batch-size", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--samples", type=int, default=800, help="of the whole run, over all ranks")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("checkpoint"), help="folder to save to and to resume from"
+        "--checkpoint",
+        type=Path,
+        default=Path("checkpoint"),
+        help="folder to save to and to resume from",
     )
-    parser.add_argument("--every", type=int, default=5, help="steps between two logs, and two checkpoints")
-    parser.add_argument("--record", type=Path, help="file for a JSON line per log; each rank's ends with its number")
+    parser.add_argument(
+        "--every", type=int, default=5, help="steps between two logs, and two checkpoints"
+    )
+    parser.add_argument(
+        "--record", type=Path, help="file for a JSON line per log; each rank's ends with its number"
+    )
     main(parser.parse_args())

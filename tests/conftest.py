@@ -27,9 +27,15 @@ EXHAUSTIVE = 10
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What ``make test`` leaves out has a reason each, and is little."""
     groups = tomllib.loads(LEFT_OUT.read_text(encoding="utf-8"))["left_out"]
-    marks = {test: pytest.mark.exhaustive(reason=group["reason"]) for group in groups for test in group["tests"]}
+    marks = {
+        test: pytest.mark.exhaustive(reason=group["reason"])
+        for group in groups
+        for test in group["tests"]
+    }
     kept = {test for group in groups for test in group.get("but", ())}
-    by_name = {name: item for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])}
+    by_name = {
+        name: item for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])
+    }
     for item in items:
         mark = marks.get(item.nodeid) or marks.get(item.nodeid.partition("[")[0])
         if mark is not None and item.nodeid not in kept:
@@ -38,9 +44,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         gone = [name for name in (*marks, *kept) if name not in by_name]
         if gone:
             raise pytest.UsageError(f"{LEFT_OUT.name} names what is no test: {', '.join(gone)}")
-        share = sum(item.get_closest_marker("exhaustive") is not None for item in items) * EXHAUSTIVE
+        share = (
+            sum(item.get_closest_marker("exhaustive") is not None for item in items) * EXHAUSTIVE
+        )
         if share > len(items):
-            raise pytest.UsageError(f"more than one test in {EXHAUSTIVE} is exhaustive, and so not in make test")
+            raise pytest.UsageError(
+                f"more than one test in {EXHAUSTIVE} is exhaustive, and so not in make test"
+            )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -59,11 +59,19 @@ def test_all_three_packages_were_read(project: Tree) -> None:
 
 def test_the_tables_name_nothing_that_is_not_there(project: Tree) -> None:
     units = {module.qualified_unit for module in project.modules.values()}
-    names = {".".join(module.name.split(".")[:n]) for module in project.modules.values() for n in (2, 3, 4)}
-    placed = {f"{package}.{name}" for package, rows in LAYERS.items() for row in rows for name in row}
+    names = {
+        ".".join(module.name.split(".")[:n])
+        for module in project.modules.values()
+        for n in (2, 3, 4)
+    }
+    placed = {
+        f"{package}.{name}" for package, rows in LAYERS.items() for row in rows for name in row
+    }
 
     assert placed - units == set(), "remove these from LAYERS"
-    assert {*ONLY, *PURE, USES_CLIENT_AND_TORCH}.union(*(owners for _, owners in EDGES)) - names == set()
+    assert {*ONLY, *PURE, USES_CLIENT_AND_TORCH}.union(
+        *(owners for _, owners in EDGES)
+    ) - names == set()
 
 
 # --- And each rule can fail --------------------------------------------------------------------------------------
@@ -110,12 +118,27 @@ RUN_FILE = "server/tokenloom_server/run/generation.py"
 BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     (unplaced, SERVER_FILE + "helpers.py", "", "'helpers' has no place"),
     (unplaced, "client/tokenloom/helpers.py", "", "'helpers' has no place"),
-    (upward, SERVER_FILE + "errors.py", "from tokenloom_server.run.generation import Run", "errors imports run"),
-    (upward, SERVER_FILE + "errors.py", "def f():\n    import tokenloom_server.run.generation", "errors imports run"),
+    (
+        upward,
+        SERVER_FILE + "errors.py",
+        "from tokenloom_server.run.generation import Run",
+        "errors imports run",
+    ),
+    (
+        upward,
+        SERVER_FILE + "errors.py",
+        "def f():\n    import tokenloom_server.run.generation",
+        "errors imports run",
+    ),
     (upward, SERVER_FILE + "errors.py", "from . import run", "errors imports run"),
     (upward, SERVER_FILE + "errors.py", "from .run import Run", "errors imports run"),
     (upward, SERVER_FILE + "sources/base.py", "from ..run import Run", "sources imports run"),
-    (upward, SERVER_FILE + "ledger/base.py", "from tokenloom_server.sources import base", "ledger imports sources"),
+    (
+        upward,
+        SERVER_FILE + "ledger/base.py",
+        "from tokenloom_server.sources import base",
+        "ledger imports sources",
+    ),
     (upward, RUN_FILE, "from tokenloom_server.api import grpc", "run imports api"),
     (upward, RUN_FILE, "from tokenloom_server.sources import base", "run.slots'] only"),
     (
@@ -124,18 +147,48 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
         "from tokenloom_server.run import generation",
         "run.generation → tokenloom_server.order.steps",
     ),
-    (upward, "client/tokenloom/connection.py", "import tokenloom.datasets", "connection imports datasets"),
-    (crossings, "client/tokenloom/datasets.py", "from tokenloom_server import errors", "they meet only in"),
+    (
+        upward,
+        "client/tokenloom/connection.py",
+        "import tokenloom.datasets",
+        "connection imports datasets",
+    ),
+    (
+        crossings,
+        "client/tokenloom/datasets.py",
+        "from tokenloom_server import errors",
+        "they meet only in",
+    ),
     (crossings, SERVER_FILE + "cli/serve.py", "import tokenloom", "they meet only in"),
-    (crossings, "proto/tokenloom_proto/seal.py", "from tokenloom import dataset", "they meet only in"),
+    (
+        crossings,
+        "proto/tokenloom_proto/seal.py",
+        "from tokenloom import dataset",
+        "they meet only in",
+    ),
     (undeclared, "client/tokenloom/datasets.py", "def f():\n    import pyarrow", "imports pyarrow"),
     (undeclared, RUN_FILE, "import pandas", "imports pandas"),
     (edges, RUN_FILE, "from torch import nn", "imports torch.nn"),
     (edges, "client/tokenloom/connection.py", "import torch", "imports torch,"),
     (edges, RUN_FILE, "import grpc", "imports grpc"),
-    (edges, SERVER_FILE + "cli/serve.py", "from tokenloom_proto import dataloader_pb2", "peek only"),
-    (edges, "client/tokenloom/datasets.py", "from tokenloom_proto.dataloader_pb2 import Base", "for tokenloom.conn"),
-    (edges, SERVER_FILE + "cli/serve.py", "from fastapi import FastAPI", "tokenloom_server.api.rest only"),
+    (
+        edges,
+        SERVER_FILE + "cli/serve.py",
+        "from tokenloom_proto import dataloader_pb2",
+        "peek only",
+    ),
+    (
+        edges,
+        "client/tokenloom/datasets.py",
+        "from tokenloom_proto.dataloader_pb2 import Base",
+        "for tokenloom.conn",
+    ),
+    (
+        edges,
+        SERVER_FILE + "cli/serve.py",
+        "from fastapi import FastAPI",
+        "tokenloom_server.api.rest only",
+    ),
     (edges, SERVER_FILE + "cli/serve.py", "import redis", "ledger only"),
     (edges, RUN_FILE, "import typer", "cli only"),
     *(
@@ -155,18 +208,43 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
         (code_in_data, SERVER_FILE + "cli/serve.py", f"import {name}", f"imports {name}")
         for name in ("pickle", "marshal", "shelve", "dill", "cloudpickle")
     ),
-    (code_in_data, "client/tokenloom/datasets.py", "from pickle import loads", "imports pickle.loads"),
+    (
+        code_in_data,
+        "client/tokenloom/datasets.py",
+        "from pickle import loads",
+        "imports pickle.loads",
+    ),
     (code_in_data, "examples/train.py", "import pickle", "imports pickle"),
-    (code_in_data, "tests/test_it.py", "import torch\ntorch.load('a')", "without weights_only=True"),
-    (code_in_data, "examples/train.py", "torch.load('a', weights_only=False)", "without weights_only=True"),
+    (
+        code_in_data,
+        "tests/test_it.py",
+        "import torch\ntorch.load('a')",
+        "without weights_only=True",
+    ),
+    (
+        code_in_data,
+        "examples/train.py",
+        "torch.load('a', weights_only=False)",
+        "without weights_only=True",
+    ),
     (code_in_data, "examples/train.py", "exec('a')", "exec executes text"),
     (code_in_data, "examples/train.py", "def f(a):\n    return eval(a)", "eval executes text"),
     (code_in_data, "examples/train.py", "import builtins\nbuiltins.exec('a')", "executes text"),
     (code_in_data, "examples/train.py", "import builtins\nbuiltins.eval('a')", "executes text"),
     (code_in_data, "examples/train.py", "yaml.load('a')", "without a safe Loader"),
-    (code_in_data, "examples/train.py", "yaml.load('a', Loader=yaml.Loader)", "without a safe Loader"),
+    (
+        code_in_data,
+        "examples/train.py",
+        "yaml.load('a', Loader=yaml.Loader)",
+        "without a safe Loader",
+    ),
     (code_in_data, "examples/train.py", "yaml.load('a', yaml.FullLoader)", "without a safe Loader"),
-    (code_in_data, "examples/train.py", "class L(yaml.Loader): ...\nyaml.load('a', L)", "without a safe Loader"),
+    (
+        code_in_data,
+        "examples/train.py",
+        "class L(yaml.Loader): ...\nyaml.load('a', L)",
+        "without a safe Loader",
+    ),
     (code_in_data, "examples/train.py", "yaml.unsafe_load('a')", "is not safe"),
     (code_in_data, "examples/train.py", "np.load('a', allow_pickle=True)", "allow_pickle"),
     (code_in_data, "examples/train.py", "dist.broadcast_object_list([])", "pickles"),
@@ -174,15 +252,32 @@ BROKEN: tuple[tuple[Rule, str, str, str], ...] = (
     *(
         (coordinated, SERVER_FILE + "cli/serve.py", text, says)
         for text, says in (
-            ("def f(coordinator):\n    with coordinator._lock: ...", "coordinator._lock is its own"),
-            ("def f(served):\n    served.coordinator.one_lock.acquire()", "coordinator.one_lock is"),
-            ("class A:\n    def f(self):\n        self._coordinator.epoch = 3", "epoch of _coordinator is written"),
+            (
+                "def f(coordinator):\n    with coordinator._lock: ...",
+                "coordinator._lock is its own",
+            ),
+            (
+                "def f(served):\n    served.coordinator.one_lock.acquire()",
+                "coordinator.one_lock is",
+            ),
+            (
+                "class A:\n    def f(self):\n        self._coordinator.epoch = 3",
+                "epoch of _coordinator is written",
+            ),
             ("def f(coordinator):\n    coordinator.count += 1", "count of coordinator is written"),
-            ("def f(task):\n    task.active.generation.committed = 3", "committed of active is written"),
+            (
+                "def f(task):\n    task.active.generation.committed = 3",
+                "committed of active is written",
+            ),
         )
     ),
     *(
-        (coordinated, SERVER_FILE + "run/attempts.py", f"class A:\n    def f(self):\n        {text}", says)
+        (
+            coordinated,
+            SERVER_FILE + "run/attempts.py",
+            f"class A:\n    def f(self):\n        {text}",
+            says,
+        )
         for text, says in (
             ("self._present._loss", "_present._loss is its own"),
             ("self._head.uid = ''", "uid of _head is written"),
@@ -227,7 +322,9 @@ def test_a_good_tree_keeps_the_rule(rule: Rule, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rule", "path", "text", "fault"), BROKEN)
-def test_a_tree_that_breaks_the_rule_is_caught(rule: Rule, path: str, text: str, fault: str, tmp_path: Path) -> None:
+def test_a_tree_that_breaks_the_rule_is_caught(
+    rule: Rule, path: str, text: str, fault: str, tmp_path: Path
+) -> None:
     faults = list(rule(write_tree(tmp_path, GOOD | {path: text})))
 
     assert len(faults) == 1
@@ -247,7 +344,9 @@ LEDGER = (ROOT / SERVER_FILE / "ledger" / "__init__.py").read_text(encoding="utf
 
 def test_the_page_lists_the_packages_from_the_ground_up() -> None:
     listed = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
-    rows = [{name for name in row if (ROOT / SERVER_FILE / name).is_dir()} for row in LAYERS[SERVER]]  # no upper floors
+    rows = [
+        {name for name in row if (ROOT / SERVER_FILE / name).is_dir()} for row in LAYERS[SERVER]
+    ]  # no upper floors
 
     assert sorted(listed) == sorted(set.union(*rows))
     assert [next(i for i, row in enumerate(rows) if name in row) for name in listed] == sorted(
@@ -257,11 +356,14 @@ def test_the_page_lists_the_packages_from_the_ground_up() -> None:
 
 def test_each_way_on_the_page_runs_along_imports(project: Tree) -> None:
     needs = {
-        module.name: {other.name for target, _ in module.imports if (other := project.resolve(target))}
+        module.name: {
+            other.name for target, _ in module.imports if (other := project.resolve(target))
+        }
         for module in project.of(SERVER)
     }
     ways = [
-        re.findall(r"^([a-z_.]+) {2,}", block, re.MULTILINE) for block in re.findall(r"```text\n(.*?)```", PAGE, re.S)
+        re.findall(r"^([a-z_.]+) {2,}", block, re.MULTILINE)
+        for block in re.findall(r"```text\n(.*?)```", PAGE, re.S)
     ]
 
     assert len(ways) == 5
@@ -277,14 +379,27 @@ def test_the_ledger_lists_who_writes_what(project: Tree) -> None:
         listed[commands] = set(re.findall(r"``([a-z_]+\.[a-z_]+)``", writers))
     for module in project.of(SERVER):
         if module.unit != "ledger":
-            functions = [node.func for node in ast.walk(module.syntax) if isinstance(node, ast.Call)]
-            calls[module.name.removeprefix(f"{SERVER}.")] = {ast.unparse(each).rpartition(".")[2] for each in functions}
-    names = {commands: {*commands.replace("Create", "create_run").split(", ")} for commands in listed}
-    commands = ast.parse((ROOT / SERVER_FILE / "ledger" / "commands.py").read_text(encoding="utf-8")).body
-    known = {node.name for node in commands if isinstance(node, ast.ClassDef)} - {"Command", "LeaderCommand"}
+            functions = [
+                node.func for node in ast.walk(module.syntax) if isinstance(node, ast.Call)
+            ]
+            calls[module.name.removeprefix(f"{SERVER}.")] = {
+                ast.unparse(each).rpartition(".")[2] for each in functions
+            }
+    names = {
+        commands: {*commands.replace("Create", "create_run").split(", ")} for commands in listed
+    }
+    commands = ast.parse(
+        (ROOT / SERVER_FILE / "ledger" / "commands.py").read_text(encoding="utf-8")
+    ).body
+    known = {node.name for node in commands if isinstance(node, ast.ClassDef)} - {
+        "Command",
+        "LeaderCommand",
+    }
 
     assert {command for row in listed for command in row.split(", ")} == known
-    assert listed == {row: {name for name, own in calls.items() if own & names[row]} for row in listed}
+    assert listed == {
+        row: {name for name, own in calls.items() if own & names[row]} for row in listed
+    }
 
 
 def test_the_page_says_of_each_thread_what_it_meets(project: Tree) -> None:
@@ -295,4 +410,7 @@ def test_the_page_says_of_each_thread_what_it_meets(project: Tree) -> None:
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", PAGE))))
 def test_each_path_on_the_page_is_there(path: str) -> None:
-    assert any((start / path).exists() for start in (ROOT, ROOT / SERVER_FILE, ROOT / "client" / "tokenloom"))
+    assert any(
+        (start / path).exists()
+        for start in (ROOT, ROOT / SERVER_FILE, ROOT / "client" / "tokenloom")
+    )

@@ -30,7 +30,11 @@ from benchmarks.workloads import Form, OwnedForm, Workload
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = IdCorpus(
     name="small",
-    sources=(Documents(count=300, files=3), Documents(count=40, mean=800, sigma=1.2), Documents(count=5, mean=3_000)),
+    sources=(
+        Documents(count=300, files=3),
+        Documents(count=40, mean=800, sigma=1.2),
+        Documents(count=5, mean=3_000),
+    ),
     vocabulary=1_000,
 )
 
@@ -54,22 +58,35 @@ def test_a_corpus_of_text_has_each_text_once_and_a_tokeniser(cache: Path) -> Non
         (root / f"{number}{ending}").write_text(f"number {number} of many lines\n" * 20)
     (root / "copy.py").write_text((root / "0.py").read_text())
     (root / "binary.py").write_bytes(bytes(range(256)))
-    corpus = TextCorpus(name="small-text", megabytes=1, roots=(root,), files=(2, 1, 1), learn_every=2)
+    corpus = TextCorpus(
+        name="small-text", megabytes=1, roots=(root,), files=(2, 1, 1), learn_every=2
+    )
     folder = corpora.folder_of(corpus)
     texts = [
-        text for file in sorted(folder.glob("parquet/*/*.parquet")) for text in pq.read_table(file)["text"].to_pylist()
+        text
+        for file in sorted(folder.glob("parquet/*/*.parquet"))
+        for text in pq.read_table(file)["text"].to_pylist()
     ]
     assert texts
     assert len(texts) == len(set(texts))
     sizes = [
-        sum(len(t) for f in folder.glob(f"parquet/{s}/*") for t in pq.read_table(f)["text"].to_pylist()) for s in "02"
+        sum(
+            len(t)
+            for f in folder.glob(f"parquet/{s}/*")
+            for t in pq.read_table(f)["text"].to_pylist()
+        )
+        for s in "02"
     ]
     assert sizes[0] > sizes[1], "the sources are cut to their weights"
     calls = list(tokeniser.calls(folder))
-    assert sorted(text for call in calls for text in call) == sorted(text.encode() for text in texts)
+    assert sorted(text for call in calls for text in call) == sorted(
+        text.encode() for text in texts
+    )
     marks = tokeniser.encode(folder)
     assert len(marks) == len(calls)
-    assert tokeniser.tokens_per_cpu_s(marks, 0, math.inf) == pytest.approx(marks[-1][0] / marks[-1][1])
+    assert tokeniser.tokens_per_cpu_s(marks, 0, math.inf) == pytest.approx(
+        marks[-1][0] / marks[-1][1]
+    )
     found = builder.create(config.load(_written(corpus, cache), CATALOG), cache, None)
     assert found.record.vocab_size > 256
 
@@ -102,14 +119,18 @@ def test_the_prototype_packs_all_documents_of_a_source_in_order(cache: Path) -> 
         samples = prototype.samples(columns)
         got = np.concatenate([next(samples) for _ in range(20)])
         files = sorted((folder / "parquet" / "0").iterdir())
-        documents = [document for file in files for document in pq.read_table(file)["ids"].to_pylist()]
+        documents = [
+            document for file in files for document in pq.read_table(file)["ids"].to_pylist()
+        ]
         wanted = [value for document in documents for value in (*document, corpora.END_OF_TEXT)]
         assert got.tolist() == wanted[: len(got)]
 
 
 def test_a_result_can_be_read_again(tmp_path: Path) -> None:
     result = Result.begin("some", "a title")
-    result.rows.append(Row(name="one", runs=[{"ns": 1.0}, {"ns": 5.0}, {"ns": 2.0}], at={"ranks": 2}))
+    result.rows.append(
+        Row(name="one", runs=[{"ns": 1.0}, {"ns": 5.0}, {"ns": 2.0}], at={"ranks": 2})
+    )
     result.save(tmp_path / f"{result.date[:10]}-some.json")
     again = newest("some", tmp_path)
     assert again.row("one").median == {"ns": 2.0}
@@ -123,9 +144,15 @@ def test_a_result_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_a_result_does_not_say_where_the_repository_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", "--json", str(FOLDER / "a.json"), f"--json={FOLDER}/b.json", "/elsewhere/c"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["x", "--json", str(FOLDER / "a.json"), f"--json={FOLDER}/b.json", "/elsewhere/c"],
+    )
     command = Result.begin("some", "a title").command
-    assert command.endswith(" --json benchmarks/results/a.json --json=benchmarks/results/b.json /elsewhere/c")
+    assert command.endswith(
+        " --json benchmarks/results/a.json --json=benchmarks/results/b.json /elsewhere/c"
+    )
 
 
 # --- the comparison with other loaders ---------------------------------------------------------------------------
@@ -137,7 +164,9 @@ def test_a_result_does_not_say_where_the_repository_lies(monkeypatch: pytest.Mon
 @pytest.fixture(scope="module")
 def kept_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results that are committed; not those that somebody has just made."""
-    listed = subprocess.run(["git", "ls-files", str(FOLDER)], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", str(FOLDER)], cwd=ROOT, capture_output=True, text=True
+    )
     if listed.returncode:
         pytest.skip("which results are kept is for git to say")
     folder = tmp_path_factory.mktemp("results")
@@ -163,7 +192,9 @@ def test_every_table_stands_in_a_document_and_every_picture_is_shown() -> None:
 
 def test_a_table_has_medians_and_says_where_they_are_from(tmp_path: Path) -> None:
     result = Result.begin("mixer", "a title")
-    result.rows.append(Row(name="weighted, 3 sources, flat", runs=[{"ns/sample": 300.0}, {"ns/sample": 100.0}]))
+    result.rows.append(
+        Row(name="weighted, 3 sources, flat", runs=[{"ns/sample": 300.0}, {"ns/sample": 100.0}])
+    )
     result.save(tmp_path / f"{result.date[:10]}-mixer.json")
     text, kept = document.rendered("a\n<!-- figures: mixer -->\nold\n<!-- end -->\nb\n", tmp_path)
     assert not kept
@@ -187,7 +218,9 @@ def test_rows_that_were_prepared_are_shuffled_nearly_as_if_they_were_drawn_at_ra
     assert ours >= 60
 
 
-def test_what_is_measured_of_shuffles_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_of_shuffles_is_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shuffle, "WAYS", shuffle.WAYS[:3])
     found, drawn = shuffle.run(4_000)
     none, shards, rows, at_random = (row.median for row in found)

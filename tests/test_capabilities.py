@@ -9,5 +9,7 @@ def test_the_list_of_capabilities_is_the_codes() -> None:
     written, present = FILE.read_text(encoding="utf-8").splitlines(), capabilities().splitlines()
 
     gone, new = sorted({*written} - {*present}), sorted({*present} - {*written})
-    assert (gone, new) == ([], []), "run 'make capabilities', and name the lines that went in the commit's message"
+    assert (gone, new) == ([], []), (
+        "run 'make capabilities', and name the lines that went in the commit's message"
+    )
     assert written == present

@@ -152,7 +152,11 @@ PACKINGS: dict[str, dict[str, Any]] = {
     "concat, shifted": {"labels": "shifted"},
     "concat, tail padded": {"labels": "shifted", "tail": "pad", "padding": "left"},
     "best fit": {"packing": "best_fit"},
-    "best fit, shifted, in windows": {"packing": "best_fit", "pack_window_rows": 5, "labels": "shifted"},
+    "best fit, shifted, in windows": {
+        "packing": "best_fit",
+        "pack_window_rows": 5,
+        "labels": "shifted",
+    },
     "unpacked": {"packing": "none"},
     "unpacked, split": {"packing": "none", "long_rows": "split", "padding": "left"},
 }
@@ -168,7 +172,12 @@ def taken(
 ) -> tuple[list[bytes], list[State], str | None]:
     """The samples from a state on as they travel, the state behind each, and why they ended."""
     pipeline = order.pipeline(state)
-    plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_micro_steps=limit or 10_000)
+    plan = BatchPlan(
+        start_index=state.sample_index,
+        world_size=1,
+        batch_size=1,
+        group_micro_steps=limit or 10_000,
+    )
     group = pipeline.begin_group(plan)
     while pipeline.ended is None and len(group.marks) < plan.group_micro_steps:
         pipeline.fill(group, limit or 64)
@@ -205,20 +214,26 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("scheme", "shuffle", "packing"), PAIRS)
-def test_a_run_goes_on_from_every_sample_index(scheme: str, shuffle: str, packing: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_every_sample_index(
+    scheme: str, shuffle: str, packing: str, tmp_path: Path
+) -> None:
     goes_on_from_every_sample_index(SCHEMES[scheme](tmp_path), shuffle, packing, tmp_path)
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_run_goes_on_from_every_sample_index_in_every_combination(scheme: str, shuffle: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_every_sample_index_in_every_combination(
+    scheme: str, shuffle: str, tmp_path: Path
+) -> None:
     spec = SCHEMES[scheme](tmp_path)
     for packing in PACKINGS:
         goes_on_from_every_sample_index(spec, shuffle, packing, tmp_path)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_row_has_one_bound_in_all_formats_from_wherever_it_is_read(tmp_path: Path, scheme: str) -> None:
+def test_a_row_has_one_bound_in_all_formats_from_wherever_it_is_read(
+    tmp_path: Path, scheme: str
+) -> None:
     spec = SCHEMES[scheme](tmp_path)
     whole = opened(tmp_path, spec, end=VOCAB - 2)
     sizes = [

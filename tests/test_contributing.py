@@ -40,12 +40,22 @@ def test_the_name_is_defined(name: str) -> None:
 
 
 def test_the_first_changes_apply_and_their_tests_pass(tmp_path: Path) -> None:
-    for part in ("server", "tests/support", "tests/conftest.py", "tests/exhaustive.toml", "pyproject.toml"):
+    for part in (
+        "server",
+        "tests/support",
+        "tests/conftest.py",
+        "tests/exhaustive.toml",
+        "pyproject.toml",
+    ):
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         (tmp_path / part).parent.mkdir(exist_ok=True)
         copy(ROOT / part, tmp_path / part)
     changes = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
-    tests = [path for change in changes for path in re.findall(r"^\+\+\+ (tests/\S+)", change, re.MULTILINE)]
+    tests = [
+        path
+        for change in changes
+        for path in re.findall(r"^\+\+\+ (tests/\S+)", change, re.MULTILINE)
+    ]
     (tmp_path / "changes.diff").write_text("".join(changes), encoding="utf-8")
 
     subprocess.run(["git", "apply", "-p0", "changes.diff"], cwd=tmp_path, check=True)

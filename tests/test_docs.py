@@ -96,12 +96,19 @@ def test_links_lead_to_a_file_and_a_heading_of_it(name: str) -> None:
 
 def test_what_the_code_names_of_the_docs_exists() -> None:
     places = ("server", "client", "proto", "examples", "docker", "Dockerfile", "docker-compose.yml")
-    files = [file for place in places for file in (ROOT / place, *(ROOT / place).rglob("*")) if file.is_file()]
+    files = [
+        file
+        for place in places
+        for file in (ROOT / place, *(ROOT / place).rglob("*"))
+        if file.is_file()
+    ]
     named = {
         (str(file.relative_to(ROOT)), page, anchor)
         for file in files
         if file.suffix in ("", ".py", ".js", ".html", ".yaml", ".yml", ".sh")
-        for page, anchor in re.findall(r"\b((?:docs/)[\w/-]+\.md)(?:#([\w-]+))?", file.read_text(encoding="utf-8"))
+        for page, anchor in re.findall(
+            r"\b((?:docs/)[\w/-]+\.md)(?:#([\w-]+))?", file.read_text(encoding="utf-8")
+        )
     }
     assert named
     for file, page, anchor in named:
@@ -125,7 +132,10 @@ def test_a_page_begins_with_its_title_and_a_sentence_that_says_what_it_is_for(na
 
 
 def test_every_source_scheme_is_on_the_page_of_the_mixture_file() -> None:
-    assert all(f"`{form}`" in page("mixture-file") for form in (scheme.usage for scheme in SOURCES.schemes.values()))
+    assert all(
+        f"`{form}`" in page("mixture-file")
+        for form in (scheme.usage for scheme in SOURCES.schemes.values())
+    )
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -143,7 +153,9 @@ def test_the_python_of_a_page_names_what_the_client_exports(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_commands_that_a_page_names_exist(name: str) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     assert set(re.findall(r"(?:^    |`)make ([a-z-]+)", PAGES[name], re.MULTILINE)) <= targets
     named = set(re.findall(r"(?:^    (?:\$ )?|`)tokenloom ([a-z]+)", PAGES[name], re.MULTILINE))
     assert named <= set(get_command(command_line).commands)  # type: ignore[attr-defined]
@@ -157,7 +169,9 @@ def test_every_option_of_the_server_is_documented() -> None:
 
 
 def in_bytes(size: int) -> str:
-    unit, name = next((2**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if size >> power)
+    unit, name = next(
+        (2**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if size >> power
+    )
     return f"{size // unit} {name}"
 
 
@@ -165,15 +179,37 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
     """By what they are the bounds of: the text that names them, and each as it stands there."""
     chunk_tokens = inspect.signature(tokenloom.token_losses).parameters["chunk_tokens"].default
     aside = OPEN_CALLS + READ_CALLS + PEEK_CALLS
-    counts = (aside, PEEK_CALLS, MAX_PEEKS, MAX_CALLS, MAX_WORLD_SIZE, MAX_RUNS, MAX_SAVED_SNAPSHOTS, MAX_REVISIONS)
-    sizes = (MAX_REQUEST_BYTES, MAX_BODY_BYTES, MAX_STEP_BYTES, MAX_SNAPSHOT_BYTES, SMALL_REQUEST_BYTES)
-    plan_sizes = (size_estimates.COUNTED_BYTES, size_estimates.READ_BYTES, size_estimates.ENCODED_BYTES)
+    counts = (
+        aside,
+        PEEK_CALLS,
+        MAX_PEEKS,
+        MAX_CALLS,
+        MAX_WORLD_SIZE,
+        MAX_RUNS,
+        MAX_SAVED_SNAPSHOTS,
+        MAX_REVISIONS,
+    )
+    sizes = (
+        MAX_REQUEST_BYTES,
+        MAX_BODY_BYTES,
+        MAX_STEP_BYTES,
+        MAX_SNAPSHOT_BYTES,
+        SMALL_REQUEST_BYTES,
+    )
+    plan_sizes = (
+        size_estimates.COUNTED_BYTES,
+        size_estimates.READ_BYTES,
+        size_estimates.ENCODED_BYTES,
+    )
     plan_counts = (size_estimates.MOST_PLACES, picture.SHOWN_SOURCES, segments.MAX_SEGMENTS)
     ahead = f"{past.AHEAD_SAMPLES:,} samples"
     return {
         "a server": (
             section("limits", "Bounds"),
-            [*(f"{bound:,}" for bound in (*counts, MAX_CONNECTIONS)), *map(in_bytes, (*sizes, MAX_REPORT_BYTES))],
+            [
+                *(f"{bound:,}" for bound in (*counts, MAX_CONNECTIONS)),
+                *map(in_bytes, (*sizes, MAX_REPORT_BYTES)),
+            ],
         ),
         "descriptors": (
             section("limits", "Descriptors"),
@@ -191,10 +227,18 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
             section("losses", "Bounds"),
             [f"{number:,}" for number in (losses.MAX_POINTS, losses.MAX_CELLS, losses.MIN_POINTS)],
         ),
-        "reports": (page("losses"), [f"{number:,} " for number in (losses.MAX_POINTS, reports.QUEUED, chunk_tokens)]),
+        "reports": (
+            page("losses"),
+            [f"{number:,} " for number in (losses.MAX_POINTS, reports.QUEUED, chunk_tokens)],
+        ),
         "peeks": (
             section("inspecting", "Peek: the samples at an index"),
-            [ahead, f"{past.MAX_PEEKS} per run", f"{peeking.REST_S:g} s", in_bytes(peeking.MAX_STEP_BYTES)],
+            [
+                ahead,
+                f"{past.MAX_PEEKS} per run",
+                f"{peeking.REST_S:g} s",
+                in_bytes(peeking.MAX_STEP_BYTES),
+            ],
         ),
         "the command of peeks": (get_command(command_line).commands["peek"].help, [ahead]),  # type: ignore[attr-defined]
         "traces": (
@@ -202,14 +246,21 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
             [
                 *(f"{tracing.MAX_TOKENS:,} tokens", f"{tracing.MAX_TEXT_TOKENS:,} with text"),
                 *(f"{tracing.MAX_DOCUMENTS:,} documents", f"{tracing.MAX_FORWARD_S:g} s"),
-                *(f"the {past.MAX_PEEKS} peeks", ahead, *(f"`{status}`" for status in get_args(traced.Status))),
+                *(
+                    f"the {past.MAX_PEEKS} peeks",
+                    ahead,
+                    *(f"`{status}`" for status in get_args(traced.Status)),
+                ),
             ],
         ),
         "prepared shards": (
             section("prepare", "Details"),
             [f"{bound:,}" for bound in (shards.BATCH_IDS, shards.BATCH_ROWS, shards.MAX_ROW_IDS)],
         ),
-        "exports": (section("export", "Details"), [f" {export.BATCH_IDS:,} ", f"| {sample_range.SEARCH_S:g} s "]),
+        "exports": (
+            section("export", "Details"),
+            [f" {export.BATCH_IDS:,} ", f"| {sample_range.SEARCH_S:g} s "],
+        ),
         "skips": (section("checkpoints", "Skip a bad range"), [f"{MAX_SKIPPED_TOKENS:,} tokens"]),
     }
 
@@ -217,7 +268,9 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
 @pytest.mark.parametrize("what", bounds())
 def test_every_bound_is_on_its_page(what: str) -> None:
     text, named = bounds()[what]
-    assert [bound for bound in named if not re.search(rf"(?<![\d,]){re.escape(bound)}(?!\d)", text)] == []
+    assert [
+        bound for bound in named if not re.search(rf"(?<![\d,]){re.escape(bound)}(?!\d)", text)
+    ] == []
 
 
 def test_the_deadlines_of_reports_are_those_of_the_table() -> None:
@@ -226,7 +279,9 @@ def test_the_deadlines_of_reports_are_those_of_the_table() -> None:
 
 def test_the_tables_that_come_from_the_code_are_those_of_the_code() -> None:
     named = pages()
-    assert sorted(name for names in named.values() for name in names) == sorted(TABLES), "each stands on one page"
+    assert sorted(name for names in named.values() for name in names) == sorted(TABLES), (
+        "each stands on one page"
+    )
     for path in named:
         text = path.read_text(encoding="utf-8")
         assert written(text, TABLES) == text, f"{path.name}: 'make tables' writes it anew"
@@ -234,23 +289,46 @@ def test_the_tables_that_come_from_the_code_are_those_of_the_code() -> None:
 
 def test_every_rpc_is_on_the_page_of_access_with_its_token() -> None:
     table = section("access", "What each RPC asks for")
-    rows = dict(re.findall(r"^\| ([^|]*`\w+`[^|]*) \| (none|reading|training|control|admin)\b", table, re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r"^\| ([^|]*`\w+`[^|]*) \| (none|reading|training|control|admin)\b", table, re.MULTILINE
+        )
+    )
     for method, rpc in endpoint.rpcs().items():
         name = method.rpartition("/")[2]
-        assert [token for names, token in rows.items() if f"`{name}`" in names] == [TOKENS[rpc.scope]], method
+        assert [token for names, token in rows.items() if f"`{name}`" in names] == [
+            TOKENS[rpc.scope]
+        ], method
 
 
 def test_every_setting_of_the_environment_is_documented() -> None:
     settings = section("access", "Settings")
-    sources = [path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    sources = [
+        path.read_text(encoding="utf-8")
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+    ]
     variables = {name for text in sources for name in re.findall(r'"(TOKENLOOM_[A-Z_]+)"', text)}
     assert {"TOKENLOOM_TOKEN", "TOKENLOOM_TLS_CA", "TOKENLOOM_DATA_ROOTS"} <= variables
-    elsewhere = {"TOKENLOOM_LEDGER", "TOKENLOOM_HEALTH", "TOKENLOOM_CACHE", "TOKENLOOM_CACHE_SIZE", "TOKENLOOM_"}
-    elsewhere |= {"TOKENLOOM_DECOMPRESS_MIB", "TOKENLOOM_CONFIG", "TOKENLOOM_SERVE", "TOKENLOOM_SERVE_READERS"}
+    elsewhere = {
+        "TOKENLOOM_LEDGER",
+        "TOKENLOOM_HEALTH",
+        "TOKENLOOM_CACHE",
+        "TOKENLOOM_CACHE_SIZE",
+        "TOKENLOOM_",
+    }
+    elsewhere |= {
+        "TOKENLOOM_DECOMPRESS_MIB",
+        "TOKENLOOM_CONFIG",
+        "TOKENLOOM_SERVE",
+        "TOKENLOOM_SERVE_READERS",
+    }
     assert {name for name in variables - elsewhere if f"`{name}`" not in settings} == set()
 
 
 def test_examples_need_no_package_of_the_server() -> None:
     examples = sorted((ROOT / "examples").rglob("*.py"))
     assert len(examples) > 8
-    assert not [path.name for path in examples if "tokenloom_server" in path.read_text(encoding="utf-8")]
+    assert not [
+        path.name for path in examples if "tokenloom_server" in path.read_text(encoding="utf-8")
+    ]

@@ -7,7 +7,11 @@ from support.house import FILE, LIMITS, ceilings, exceptions, measure
 
 def test_no_number_is_above_its_ceiling() -> None:
     numbers, faults = measure()
-    above = {name: (numbers[name], ceiling) for name, ceiling in ceilings().items() if numbers[name] > ceiling}
+    above = {
+        name: (numbers[name], ceiling)
+        for name, ceiling in ceilings().items()
+        if numbers[name] > ceiling
+    }
 
     assert above == {}, {name: faults.get(name, "(number now, ceiling)") for name in above}
 

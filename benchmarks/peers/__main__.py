@@ -90,13 +90,24 @@ def prepare(peer: Peer, python: Path, data: str) -> None:
 
 
 def _command(peer: Peer, python: Path, data: str) -> list[str]:
-    command = [str(python), "-m", f"benchmarks.peers.{peer.module}", "--corpus", str(corpora.folder_of(CORPORA[data]))]
+    command = [
+        str(python),
+        "-m",
+        f"benchmarks.peers.{peer.module}",
+        "--corpus",
+        str(corpora.folder_of(CORPORA[data])),
+    ]
     command += ["--prepared", str(_prepared(peer, data)), "--variant", peer.variant]
     return [*command, "--block", str(SEQUENCE_LENGTH), "--batch", str(BATCH_SIZE)]
 
 
 def _prepared(peer: Peer, data: str) -> Path:
-    return CACHE / "peers" / "data" / f"{corpora.folder_of(CORPORA[data]).name}-{peer.prepared or 'none'}"
+    return (
+        CACHE
+        / "peers"
+        / "data"
+        / f"{corpora.folder_of(CORPORA[data]).name}-{peer.prepared or 'none'}"
+    )
 
 
 @dataclass(slots=True)
@@ -121,7 +132,9 @@ class Installed:
         return found
 
 
-def compare(data: str, peers: Sequence[Peer], installed: Installed, runs: int, seconds: float) -> Result:
+def compare(
+    data: str, peers: Sequence[Peer], installed: Installed, runs: int, seconds: float
+) -> Result:
     """Ours and the prototype first, then the peers, best first, and those that failed."""
     result = Result.begin(f"peers-{data}", {"ids": "W1, ids", "text": "W2, text"}[data])
     result.versions = installed.versions | result.versions
@@ -142,7 +155,9 @@ def compare(data: str, peers: Sequence[Peer], installed: Installed, runs: int, s
     # Round by round, so that all share the machine's moods.
     for number in range(runs):
         _say(f"{data}: run {number + 1} of {runs}: tokenloom")
-        for row in throughput.run([WORKLOADS[name] for name in OURS[data]], 1, seconds, floor=data == "ids"):
+        for row in throughput.run(
+            [WORKLOADS[name] for name in OURS[data]], 1, seconds, floor=data == "ids"
+        ):
             own.setdefault(row.name, Row(name=row.name)).runs += row.runs
         for peer, row in rows.items():
             if peer in failed:
@@ -164,7 +179,11 @@ def compare(data: str, peers: Sequence[Peer], installed: Installed, runs: int, s
 
 def _ours(row: Row) -> Row:
     """One of our own rows, with a name and figures as the peers' have them."""
-    about = {"parquet": "int32 ids in Parquet", "arrow": "narrow ids in Arrow, prepared offline", "text": "text"}
+    about = {
+        "parquet": "int32 ids in Parquet",
+        "arrow": "narrow ids in Arrow, prepared offline",
+        "text": "text",
+    }
     name = row.name if row.name.startswith("prototype") else f"tokenloom, {row.name}"
     both = "over the network, packs during the run, both ends counted"
     note = f"{both}; {about[row.name]}" if row.name in about else "the floor: no state, no ledger"
@@ -185,18 +204,28 @@ def _say(what: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--peers", metavar="NAME,…", default="", help="only those whose names begin so")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each; medians are shown (default 3)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="steady state per run (default 4)")
+    parser.add_argument(
+        "--peers", metavar="NAME,…", default="", help="only those whose names begin so"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, help="runs of each; medians are shown (default 3)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="steady state per run (default 4)"
+    )
     parser.add_argument("--list", action="store_true", help="name the peers, and stop")
     parser.add_argument("--folder", type=Path, help="where results go (default benchmarks/results)")
     options = parser.parse_args()
     begins = tuple(filter(None, options.peers.split(",")))
     peers = [peer for peer in PEERS if not begins or peer.name.startswith(begins)]
     if not peers:
-        sys.exit(f"--peers {options.peers}: no such peer; there are {', '.join(peer.name for peer in PEERS)}")
+        sys.exit(
+            f"--peers {options.peers}: no such peer; there are {', '.join(peer.name for peer in PEERS)}"
+        )
     if options.list:
         for peer in peers:
             print(f"{peer.name:16} {', '.join(peer.reads):10} {peer.note}")

@@ -41,12 +41,25 @@ def python_of(name: str) -> Path:
     python = folder / "bin" / "python"
     done = folder / "installed.txt"
     if not done.exists():
-        torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+        torch = next(
+            line
+            for line in (ROOT / "constraints.txt").read_text().splitlines()
+            if line.startswith("torch==")
+        )
         constraints = FOLDER / "constraints.txt"
         constraints.parent.mkdir(parents=True, exist_ok=True)
         constraints.write_text(f"{torch}\n")
         _run([sys.executable, "-m", "venv", "--clear", str(folder)])
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(constraints)]
+        pip = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "-c",
+            str(constraints),
+        ]
         # torch first and alone, so that no other package's range can pull a CUDA build in.
         _run([*pip, "torch", "numpy"])
         _run([*pip, *PACKAGES[name]])
@@ -62,7 +75,11 @@ def versions_of(name: str) -> dict[str, str]:
     wanted = {package.partition("[")[0] for package in (*PACKAGES[name], "torch", "numpy")}
     lines = (FOLDER / name / "installed.txt").read_text().splitlines()
     found = (line.partition("==") for line in lines if "==" in line)
-    return {package.replace("_", "-"): version for package, _, version in found if package.replace("_", "-") in wanted}
+    return {
+        package.replace("_", "-"): version
+        for package, _, version in found
+        if package.replace("_", "-") in wanted
+    }
 
 
 def _run(command: list[str]) -> str:
@@ -72,5 +89,7 @@ def _run(command: list[str]) -> str:
         raise InstallError(f"not installed within {INSTALL_TIMEOUT_S:.0f} s") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise InstallError(next((line for line in lines if "ERROR" in line), lines[-1] if lines else "no message"))
+        raise InstallError(
+            next((line for line in lines if "ERROR" in line), lines[-1] if lines else "no message")
+        )
     return done.stdout

@@ -17,7 +17,17 @@ import torch
 from absl import flags, logging
 from grain._src.core import sharding
 
-from benchmarks.peers.loop import END_OF_TEXT, SEED, SOURCES, WEIGHTS, Ids, Job, Tokenizer, blocks, main
+from benchmarks.peers.loop import (
+    END_OF_TEXT,
+    SEED,
+    SOURCES,
+    WEIGHTS,
+    Ids,
+    Job,
+    Tokenizer,
+    blocks,
+    main,
+)
 
 
 class Blocks:
@@ -46,7 +56,9 @@ def batches(job: Job) -> Iterator[torch.Tensor]:
     logging.set_verbosity(logging.ERROR)
     flags.FLAGS(sys.argv[:1])
     if job.variant == "elastic":
-        sources = [grain.MapDataset.source(Blocks(job.prepared / source, job.block)) for source in SOURCES]
+        sources = [
+            grain.MapDataset.source(Blocks(job.prepared / source, job.block)) for source in SOURCES
+        ]
         mixed = grain.MapDataset.mix(sources, weights=WEIGHTS)
         elastic = grain.experimental.ElasticIterator(
             mixed,
@@ -66,11 +78,16 @@ def batches(job: Job) -> Iterator[torch.Tensor]:
 
     packed = [
         grain.experimental.ConcatThenSplitIterDataset(
-            grain.experimental.ParquetIterDataset(job.files(source)).map(tokens), length_struct={"tokens": job.block}
+            grain.experimental.ParquetIterDataset(job.files(source)).map(tokens),
+            length_struct={"tokens": job.block},
         )
         for source in SOURCES
     ]
-    for batch in grain.IterDataset.mix(packed, weights=WEIGHTS).seed(SEED).batch(job.batch, drop_remainder=True):
+    for batch in (
+        grain.IterDataset.mix(packed, weights=WEIGHTS)
+        .seed(SEED)
+        .batch(job.batch, drop_remainder=True)
+    ):
         yield torch.from_numpy(np.ascontiguousarray(batch["tokens"]))
 
 

@@ -43,9 +43,15 @@ class Pack:
 def prepare(job: Job, into: Path) -> None:
     for source in SOURCES:
         cache = str(into / "cache")
-        found = datasets.load_dataset("parquet", data_files=job.files(source), split="train", cache_dir=cache)
+        found = datasets.load_dataset(
+            "parquet", data_files=job.files(source), split="train", cache_dir=cache
+        )
         packed = found.with_format("arrow").map(
-            Pack(job), batched=True, batch_size=ROWS, remove_columns=["ids"], load_from_cache_file=False
+            Pack(job),
+            batched=True,
+            batch_size=ROWS,
+            remove_columns=["ids"],
+            load_from_cache_file=False,
         )
         packed.save_to_disk(str(into / source))
         shutil.rmtree(cache)
@@ -56,9 +62,16 @@ def batches(job: Job) -> Iterator[torch.Tensor]:
     parts: list[Any]
     if job.variant == "streaming":
         parts = [
-            datasets.load_dataset("parquet", data_files=job.files(source), split="train", streaming=True)
+            datasets.load_dataset(
+                "parquet", data_files=job.files(source), split="train", streaming=True
+            )
             .with_format("arrow")
-            .map(Pack(job), batched=True, batch_size=TEXT_ROWS if job.is_text else ROWS, remove_columns=[job.column])
+            .map(
+                Pack(job),
+                batched=True,
+                batch_size=TEXT_ROWS if job.is_text else ROWS,
+                remove_columns=[job.column],
+            )
             for source in SOURCES
         ]
     else:

@@ -22,7 +22,9 @@ def _tokens_of(file: str) -> Iterator[torch.Tensor]:
     for lists in pq.read_table(file)["ids"].chunks:
         offsets, values = lists.offsets.to_numpy(), lists.values.to_numpy()
         for row in range(len(lists)):
-            yield torch.from_numpy(np.append(values[offsets[row] : offsets[row + 1]], np.int32(END_OF_TEXT)))
+            yield torch.from_numpy(
+                np.append(values[offsets[row] : offsets[row + 1]], np.int32(END_OF_TEXT))
+            )
 
 
 def prepare(job: Job, into: Path) -> None:
@@ -39,7 +41,9 @@ def prepare(job: Job, into: Path) -> None:
 
 def batches(job: Job) -> Iterator[torch.Tensor]:
     sources = [
-        StreamingDataset(str(job.prepared / source), item_loader=TokensLoader(block_size=job.block), seed=SEED)
+        StreamingDataset(
+            str(job.prepared / source), item_loader=TokensLoader(block_size=job.block), seed=SEED
+        )
         for source in SOURCES
     ]
     mixed = CombinedStreamingDataset(sources, seed=SEED, weights=WEIGHTS, iterate_over_all=False)

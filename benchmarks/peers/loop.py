@@ -64,7 +64,10 @@ class Tokenizer:
             from tokenizers import Tokenizer as Loaded
 
             self._loaded = Loaded.from_file(self._path)
-        return [encoding.ids for encoding in self._loaded.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self._loaded.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def flat(self, texts: Sequence[str]) -> Ids:
         """All texts' ids, each text's followed by the end-of-text id."""
@@ -118,7 +121,10 @@ def blocks(job: Job, source: str) -> Iterator[Ids]:
             yield from whole
 
 
-def main(batches: Callable[[Job], Iterator[torch.Tensor]], prepare: Callable[[Job, Path], None] | None = None) -> None:
+def main(
+    batches: Callable[[Job], Iterator[torch.Tensor]],
+    prepare: Callable[[Job, Path], None] | None = None,
+) -> None:
     """The program of a peer: prepares its data, or takes batches and says on the board how many, until SIGTERM."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--corpus", type=Path, required=True)

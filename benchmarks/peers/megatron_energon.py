@@ -36,7 +36,10 @@ class Tokens(Sample):
 
 @stateless
 def cook(sample: dict[str, Any]) -> Tokens:
-    return Tokens(**basic_sample_keys(sample), tokens=torch.frombuffer(bytearray(sample["tok"]), dtype=torch.int32))
+    return Tokens(
+        **basic_sample_keys(sample),
+        tokens=torch.frombuffer(bytearray(sample["tok"]), dtype=torch.int32),
+    )
 
 
 class Encoder(DefaultTaskEncoder):
@@ -57,9 +60,18 @@ def prepare(job: Job, into: Path) -> None:
         assert tar is not None, f"source {source} has no block"
         tar.close()
         command = [str(Path(sys.executable).with_name("energon")), "prepare", str(into / source)]
-        command += ["--non-interactive", "--split-ratio", "1,0,0", "--sample-type", "CrudeWebdataset"]
+        command += [
+            "--non-interactive",
+            "--split-ratio",
+            "1,0,0",
+            "--sample-type",
+            "CrudeWebdataset",
+        ]
         subprocess.run(command, check=True)
-    lines = [f"      - weight: {weight}\n        path: ./{s}\n" for s, weight in zip(SOURCES, WEIGHTS, strict=True)]
+    lines = [
+        f"      - weight: {weight}\n        path: ./{s}\n"
+        for s, weight in zip(SOURCES, WEIGHTS, strict=True)
+    ]
     head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
     (into / "blend.yaml").write_text(head + "".join(lines))
 
@@ -82,7 +94,9 @@ def batches(job: Job) -> Iterator[torch.Tensor]:
         max_samples_per_sequence=None,
         task_encoder=Encoder(),
     )
-    for batch in get_savable_loader(dataset, watchdog_timeout_seconds=None, gc_collect_every_n_steps=0):
+    for batch in get_savable_loader(
+        dataset, watchdog_timeout_seconds=None, gc_collect_every_n_steps=0
+    ):
         yield batch.tokens
 
 

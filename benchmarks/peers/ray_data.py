@@ -33,7 +33,9 @@ class Pack:
 
 
 def batches(job: Job) -> Iterator[torch.Tensor]:
-    os.environ.update(RAY_DISABLE_IMPORT_WARNING="1", RAY_DEDUP_LOGS="0", RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(
+        RAY_DISABLE_IMPORT_WARNING="1", RAY_DEDUP_LOGS="0", RAY_USAGE_STATS_ENABLED="0"
+    )
     import ray
     import ray.data
 
@@ -49,7 +51,9 @@ def batches(job: Job) -> Iterator[torch.Tensor]:
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = TEXT_ROWS if job.is_text else ROWS
     sources = [
-        ray.data.read_parquet(job.files(source)).map_batches(Pack(job), batch_format="pyarrow", batch_size=rows)
+        ray.data.read_parquet(job.files(source)).map_batches(
+            Pack(job), batch_format="pyarrow", batch_size=rows
+        )
         for source in SOURCES
     ]
     mixed = sources[0].mix(*sources[1:], weights=list(WEIGHTS))

@@ -55,7 +55,13 @@ PEERS = (
         module="torchdata_nodes",
         reads=_BOTH,
     ),
-    Peer(name="litdata", note=_PREPACKED, environment="litdata", module="litdata_tokens", prepared="litdata"),
+    Peer(
+        name="litdata",
+        note=_PREPACKED,
+        environment="litdata",
+        module="litdata_tokens",
+        prepared="litdata",
+    ),
     Peer(
         name="hf-map",
         note=_PREPACKED,
@@ -92,8 +98,20 @@ PEERS = (
         prepared="tfrecords",
         env=_TENSORFLOW,
     ),
-    Peer(name="energon", note=_PREPACKED, environment="energon", module="megatron_energon", prepared="webdataset"),
-    Peer(name="mosaic", note=_PREPACKED, environment="mosaic", module="mosaic_streaming", prepared="mds"),
+    Peer(
+        name="energon",
+        note=_PREPACKED,
+        environment="energon",
+        module="megatron_energon",
+        prepared="webdataset",
+    ),
+    Peer(
+        name="mosaic",
+        note=_PREPACKED,
+        environment="mosaic",
+        module="mosaic_streaming",
+        prepared="mds",
+    ),
     Peer(
         name="ray",
         note="tasks in worker processes, packs during the run, start-up counted",

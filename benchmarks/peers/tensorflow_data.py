@@ -48,15 +48,23 @@ def batches(job: Job) -> Iterator[torch.Tensor]:
         records = tf.data.TFRecordDataset(str(job.prepared / source))
         if job.is_text:
             tokens = records.batch(TEXT_ROWS).map(
-                lambda texts: tf.ensure_shape(tf.numpy_function(encode, [texts], tf.int32, stateful=False), [None])
+                lambda texts: tf.ensure_shape(
+                    tf.numpy_function(encode, [texts], tf.int32, stateful=False), [None]
+                )
             )
         else:
-            tokens = records.map(lambda raw: tf.concat([tf.io.decode_raw(raw, tf.int32), tf.zeros([1], tf.int32)], 0))
+            tokens = records.map(
+                lambda raw: tf.concat([tf.io.decode_raw(raw, tf.int32), tf.zeros([1], tf.int32)], 0)
+            )
         packed.append(tokens.rebatch(job.block, drop_remainder=True))
-    mixed = tf.data.Dataset.sample_from_datasets(packed, weights=WEIGHTS, seed=SEED, stop_on_empty_dataset=True)
+    mixed = tf.data.Dataset.sample_from_datasets(
+        packed, weights=WEIGHTS, seed=SEED, stop_on_empty_dataset=True
+    )
     mixed = mixed.batch(job.batch, drop_remainder=True)
     if job.variant == "service":
-        service = subprocess.Popen([sys.executable, "-m", __spec__.name, "--serve"], stdout=subprocess.PIPE, text=True)
+        service = subprocess.Popen(
+            [sys.executable, "-m", __spec__.name, "--serve"], stdout=subprocess.PIPE, text=True
+        )
         assert service.stdout is not None
         mixed = mixed.apply(
             tf.data.experimental.service.distribute(

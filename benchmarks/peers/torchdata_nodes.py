@@ -19,7 +19,9 @@ class PackedParquet(tn.BaseNode):
     def __init__(self, job: Job, source: str) -> None:
         super().__init__()
         self._groups = [
-            (file, group) for file in job.files(source) for group in range(pq.read_metadata(file).num_row_groups)
+            (file, group)
+            for file in job.files(source)
+            for group in range(pq.read_metadata(file).num_row_groups)
         ]
         self._column, self._block = job.column, job.block
         self._tokenizer = Tokenizer(job) if job.is_text else None
@@ -62,7 +64,9 @@ def batches(job: Job) -> Iterator[torch.Tensor]:
     mixed = tn.MultiNodeWeightedSampler(
         sources, weights, stop_criteria=tn.StopCriteria.FIRST_DATASET_EXHAUSTED, seed=SEED
     )
-    batched = tn.Mapper(tn.Batcher(mixed, job.batch, drop_last=True), lambda rows: torch.from_numpy(np.stack(rows)))
+    batched = tn.Mapper(
+        tn.Batcher(mixed, job.batch, drop_last=True), lambda rows: torch.from_numpy(np.stack(rows))
+    )
     yield from tn.Loader(batched, restart_on_stop_iteration=False)
 
 

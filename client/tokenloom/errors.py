@@ -19,7 +19,9 @@ class EndOfData(TokenloomError):
     Nothing: ``reason`` says why. Without ``at_end="raise"`` the iteration stops instead.
     """
 
-    def __init__(self, message: str, *, reason: str = "", sample_index: int = 0, total_tokens: int = 0) -> None:
+    def __init__(
+        self, message: str, *, reason: str = "", sample_index: int = 0, total_tokens: int = 0
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         """Why they ended, in the server's words."""

@@ -16,8 +16,23 @@ from typing import Any, NamedTuple
 
 from tokenloom_proto.errors import SnapshotInvalid
 from tokenloom_proto.resume import KEY as KEY
-from tokenloom_proto.resume import OLDER_KEYS, Given, counts_at, older_payload, real_tokens, unwrapped
-from tokenloom_proto.seal import CHECKSUM, SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, seal_texts, unseal
+from tokenloom_proto.resume import (
+    OLDER_KEYS,
+    Given,
+    counts_at,
+    older_payload,
+    real_tokens,
+    unwrapped,
+)
+from tokenloom_proto.seal import (
+    CHECKSUM,
+    SNAPSHOT_FORMAT,
+    SNAPSHOT_VERSION,
+    canonical,
+    seal,
+    seal_texts,
+    unseal,
+)
 
 log = logging.getLogger("tokenloom")
 
@@ -78,7 +93,9 @@ class Loaded:
             try:
                 return Older(canonical(payload))
             except (TypeError, ValueError) as error:
-                raise SnapshotInvalid(f"{' and '.join(payload)}: expected plain JSON, but {error}") from None
+                raise SnapshotInvalid(
+                    f"{' and '.join(payload)}: expected plain JSON, but {error}"
+                ) from None
         text = state[KEY]
         if not isinstance(text, str):
             raise SnapshotInvalid(f"{expected}; got a {type(text).__name__} under {KEY!r}")
@@ -88,9 +105,18 @@ class Loaded:
             document = unseal(text)
         except ValueError as error:
             raise SnapshotInvalid(str(error)) from None
-        index, tokens, digest = (document.get(key) for key in ("sample_index", "total_tokens", "digest"))
-        real = document.get("real_tokens", None if index else 0)  # before the first sample nothing was counted
-        if type(index) is not int or type(tokens) is not int or type(real) is not int or not isinstance(digest, str):
+        index, tokens, digest = (
+            document.get(key) for key in ("sample_index", "total_tokens", "digest")
+        )
+        real = document.get(
+            "real_tokens", None if index else 0
+        )  # before the first sample nothing was counted
+        if (
+            type(index) is not int
+            or type(tokens) is not int
+            or type(real) is not int
+            or not isinstance(digest, str)
+        ):
             raise SnapshotInvalid(
                 "a snapshot has the integers sample_index, total_tokens and real_tokens and the string digest; "
                 f"this one has sample_index={index!r}, total_tokens={tokens!r}, real_tokens={real!r}, digest={digest!r}"
@@ -105,7 +131,15 @@ class Loaded:
     def start(cls, run: str, stream: str) -> Loaded:
         """The state of a run that has not begun: what is saved before the first batch and before a Join."""
         place = {"sample_index": 0, "total_tokens": 0, "digest": ZERO_DIGEST}
-        text = seal({"format": SNAPSHOT_FORMAT, "version": SNAPSHOT_VERSION, "run": run, "stream": stream, **place})
+        text = seal(
+            {
+                "format": SNAPSHOT_FORMAT,
+                "version": SNAPSHOT_VERSION,
+                "run": run,
+                "stream": stream,
+                **place,
+            }
+        )
         return cls(text, 0, 0, ZERO_DIGEST, 0)
 
 
@@ -177,7 +211,11 @@ def _is_older(text: str) -> bool:
         document = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(document, dict) and CHECKSUM not in document and any(key in document for key in OLDER_KEYS)
+    return (
+        isinstance(document, dict)
+        and CHECKSUM not in document
+        and any(key in document for key in OLDER_KEYS)
+    )
 
 
 class History:
@@ -227,7 +265,11 @@ class History:
         """The sealed snapshot at a batch boundary that was reached; the last one by default."""
         self._begun = None
         points = tuple(self._points)  # a framework may ask while its prefetching thread goes on
-        point = points[-1] if at is None else next((point for point in points if point.sample_index == at), None)
+        point = (
+            points[-1]
+            if at is None
+            else next((point for point in points if point.sample_index == at), None)
+        )
         if point is None:
             raise ValueError(
                 f"there is no state at sample index {at}: it must be the end of a batch that was yielded, "

@@ -41,7 +41,10 @@ GUIDES = {
 def overview() -> str:
     """A table of the commands, each with its page."""
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    rows = ((f"`tokenloom {name}`", _plain(commands[name].help.split("\n\n")[0]), _guide(name)) for name in commands)
+    rows = (
+        (f"`tokenloom {name}`", _plain(commands[name].help.split("\n\n")[0]), _guide(name))
+        for name in commands
+    )
     return table(("command", "what it does", "page"), rows)
 
 
@@ -51,7 +54,9 @@ def _guide(name: str) -> str:
 
 def every_option() -> str:
     """A section for each command, with its usage, arguments and options."""
-    return "\n".join(_section(path, command) for path, command in _below("tokenloom", get_command(app)))
+    return "\n".join(
+        _section(path, command) for path, command in _below("tokenloom", get_command(app))
+    )
 
 
 def _below(path: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -69,7 +74,10 @@ def _section(path: str, command: Any) -> str:
     panels: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.params:
         if record := parameter.get_help_record(context):
-            panel = getattr(parameter, "rich_help_panel", None) or f"{parameter.param_type_name}s".capitalize()
+            panel = (
+                getattr(parameter, "rich_help_panel", None)
+                or f"{parameter.param_type_name}s".capitalize()
+            )
             panels.setdefault(panel, []).append((f"`{record[0]}`", _plain(record[1])))
     tables = (table((panel, "meaning"), rows) for panel, rows in panels.items())
     return "\n".join((f"## {path}\n", f"    {usage}\n", f"{_plain(command.help)}\n", *tables))
@@ -80,4 +88,6 @@ def _plain(text: str) -> str:
     bare = re.sub(r"\\\[", "[", re.sub(r"\[/?(?:bold|cyan|dim)\]", "", text))
     # Two brackets in a row are a link in Markdown.
     bare = re.sub(r"\]\s+\[", "], [", bare)
-    return re.sub(r"(?<![\w`])(--[a-z][\w-]*|TOKENLOOM_\w+)", r"`\1`", prose(bare)).replace("<", "&lt;")
+    return re.sub(r"(?<![\w`])(--[a-z][\w-]*|TOKENLOOM_\w+)", r"`\1`", prose(bare)).replace(
+        "<", "&lt;"
+    )

@@ -21,7 +21,9 @@ def errors() -> str:
 def _row(kind: type[TokenloomError]) -> tuple[str, ...]:
     meaning, _, remedy = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
     if not remedy:
-        raise LookupError(f"{kind.__name__}'s docstring lacks its second paragraph, which says what to do")
+        raise LookupError(
+            f"{kind.__name__}'s docstring lacks its second paragraph, which says what to do"
+        )
     own = kind.__module__.startswith("tokenloom.")
     statuses = ("the client's", "") if own else (kind.grpc_status, str(kind.http_status))
     return f"`{kind.__name__}`", *statuses, prose(meaning), prose(remedy)

@@ -20,4 +20,6 @@ def _cell(text: str) -> str:
 def prose(text: str) -> str:
     """A docstring or description as Markdown: its code spans with one backtick, its pages of ``docs/`` as links."""
     spans = text.replace("``", "`")
-    return re.sub(r"`?docs/([\w/-]+\.md(?:#[\w-]+)?)`?", lambda page: f"[{page[1]}]({page[1]})", spans)
+    return re.sub(
+        r"`?docs/([\w/-]+\.md(?:#[\w-]+)?)`?", lambda page: f"[{page[1]}]({page[1]})", spans
+    )

@@ -10,7 +10,11 @@ from docsite.reference.markdown import table
 def metrics() -> str:
     """A table of all metrics with their labels."""
     rows = (
-        (f"`{metric.name}`", ", ".join(f"`{label}`" for label in (*labels, *metric.labels)), metric.help)
+        (
+            f"`{metric.name}`",
+            ", ".join(f"`{label}`" for label in (*labels, *metric.labels)),
+            metric.help,
+        )
         for labels, level in metric_tables.TABLES
         for metric in level
     )

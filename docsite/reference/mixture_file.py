@@ -47,7 +47,10 @@ _DEFINITIONS = {
 
 
 def tables() -> dict[str, Callable[[], str]]:
-    return {f"fields of {name}": partial(_fields, definition) for name, definition in _DEFINITIONS.items()}
+    return {
+        f"fields of {name}": partial(_fields, definition)
+        for name, definition in _DEFINITIONS.items()
+    }
 
 
 def _fields(definition: str | None) -> str:
@@ -70,14 +73,22 @@ def _fields(definition: str | None) -> str:
 
 def _default(field: dict[str, Any]) -> str:
     value = field.get("default")
-    return "" if value is None else f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`"
+    return (
+        ""
+        if value is None
+        else f"`{json.dumps(value)}`"
+        if not isinstance(value, str)
+        else f"`{value}`"
+    )
 
 
 def _values(field: dict[str, Any]) -> Iterator[str]:
     """What a field may be, in words."""
     options = field.get("anyOf") or field.get("oneOf")
     if "enum" in field:
-        yield ", ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in field["enum"])
+        yield ", ".join(
+            f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in field["enum"]
+        )
     elif "const" in field:
         yield f"`{field['const']}`"
     elif options:
@@ -96,7 +107,9 @@ def _values(field: dict[str, Any]) -> Iterator[str]:
         yield "list of points" if "prefixItems" in field.get("items", field) else f"list: {items}"
     elif field.get("type") in ("integer", "number"):
         yield _number(field)
-    elif field.get("type") == "string" and not field.get("pattern", "").startswith("^[0-9]+"):  # a number such as 1e9
+    elif field.get("type") == "string" and not field.get("pattern", "").startswith(
+        "^[0-9]+"
+    ):  # a number such as 1e9
         yield "text"
     elif field.get("type") in ("object", "boolean"):
         yield {"object": "mapping", "boolean": "`true` or `false`"}[field["type"]]
@@ -104,6 +117,11 @@ def _values(field: dict[str, Any]) -> Iterator[str]:
 
 def _number(field: dict[str, Any]) -> str:
     kind = "integer" if field["type"] == "integer" else "number"
-    bounds = ((" ≥ ", "minimum"), (" > ", "exclusiveMinimum"), (" ≤ ", "maximum"), (" < ", "exclusiveMaximum"))
+    bounds = (
+        (" ≥ ", "minimum"),
+        (" > ", "exclusiveMinimum"),
+        (" ≤ ", "maximum"),
+        (" < ", "exclusiveMaximum"),
+    )
     said = (f"{sign}{field[name]:,}" for sign, name in bounds if field.get(name, 2**53) < 2**53 - 1)
     return kind + ",".join(said)

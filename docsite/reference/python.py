@@ -14,7 +14,9 @@ _INTEGRATIONS = ROOT / "client" / "tokenloom" / "integrations"
 def names() -> str:
     """The classes and functions of ``tokenloom`` but its errors, and the integrations."""
     public = (name for name in tokenloom.__all__ if not _is_error(getattr(tokenloom, name)))
-    modules = sorted(path.stem for path in _INTEGRATIONS.glob("*.py") if not path.stem.startswith("_"))
+    modules = sorted(
+        path.stem for path in _INTEGRATIONS.glob("*.py") if not path.stem.startswith("_")
+    )
     return "\n".join(
         (
             "## tokenloom\n",

@@ -21,28 +21,40 @@ def routes() -> str:
         for path, operations in document["paths"].items()
         for method, operation in operations.items()
     ]
-    objects = ("\n".join(_object(name, schema)) for name, schema in document["components"]["schemas"].items())
+    objects = (
+        "\n".join(_object(name, schema))
+        for name, schema in document["components"]["schemas"].items()
+    )
     return "\n".join((*sections, "## Objects\n", *objects))
 
 
 def _route(title: str, operation: dict[str, Any]) -> Iterator[str]:
     yield f"### {title}\n\n{prose(operation['summary'])}\n\n{prose(operation.get('description', ''))}\n"
     if parameters := operation.get("parameters"):
-        rows = ((f"`{p['name']}`", p["in"], _type(p["schema"]), prose(p.get("description", ""))) for p in parameters)
+        rows = (
+            (f"`{p['name']}`", p["in"], _type(p["schema"]), prose(p.get("description", "")))
+            for p in parameters
+        )
         yield table(("parameter", "in", "value", "meaning"), rows)
     if body := operation.get("requestBody"):
         yield f"Body: {_content(body)}\n"
-        for example in (e for content in body["content"].values() for e in content.get("examples", {}).values()):
+        for example in (
+            e for content in body["content"].values() for e in content.get("examples", {}).values()
+        ):
             value = json.dumps(example["value"], ensure_ascii=False, indent=2)
             yield f"{example['summary']}:\n\n```json\n{value}\n```\n"
     answers = (
-        (status, _content(answer), prose(answer["description"])) for status, answer in operation["responses"].items()
+        (status, _content(answer), prose(answer["description"]))
+        for status, answer in operation["responses"].items()
     )
     yield table(("status", "body", "meaning"), answers)
 
 
 def _content(body: dict[str, Any]) -> str:
-    kinds = (_type(c["schema"]) if c.get("schema") else f"`{name}`" for name, c in body.get("content", {}).items())
+    kinds = (
+        _type(c["schema"]) if c.get("schema") else f"`{name}`"
+        for name, c in body.get("content", {}).items()
+    )
     return " or ".join(dict.fromkeys(kinds))
 
 
@@ -51,7 +63,12 @@ def _object(name: str, schema: dict[str, Any]) -> Iterator[str]:
     required = schema.get("required", ())
     if fields := schema.get("properties"):
         rows = (
-            (f"`{key}`", _type(field), "required" if key in required else "", prose(field.get("description", "")))
+            (
+                f"`{key}`",
+                _type(field),
+                "required" if key in required else "",
+                prose(field.get("description", "")),
+            )
             for key, field in fields.items()
         )
         yield table(("field", "value", "", "meaning"), rows)

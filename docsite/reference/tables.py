@@ -16,15 +16,23 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": metrics.metrics,
     **mixture_file.tables(),
 }
-_PLACE = re.compile(r"^<!-- table: (?P<name>[\w ]+) -->\n.*?^<!-- end -->\n", re.DOTALL | re.MULTILINE)
+_PLACE = re.compile(
+    r"^<!-- table: (?P<name>[\w ]+) -->\n.*?^<!-- end -->\n", re.DOTALL | re.MULTILINE
+)
 
 
 def pages() -> dict[Path, list[str]]:
     """The pages that have tables, with the tables' names."""
-    names = {page: _PLACE.findall(page.read_text(encoding="utf-8")) for page in sorted((ROOT / "docs").rglob("*.md"))}
+    names = {
+        page: _PLACE.findall(page.read_text(encoding="utf-8"))
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+    }
     return {page: named for page, named in names.items() if named}
 
 
 def written(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
     """The page with its tables as they are to be."""
-    return _PLACE.sub(lambda place: f"<!-- table: {place['name']} -->\n{tables[place['name']]()}<!-- end -->\n", page)
+    return _PLACE.sub(
+        lambda place: f"<!-- table: {place['name']} -->\n{tables[place['name']]()}<!-- end -->\n",
+        page,
+    )

@@ -10,7 +10,8 @@ from docsite.repository import ROOT
 CONTRACT = ROOT / "proto" / "tokenloom" / "v2" / "dataloader.proto"
 #: What stands at the left margin: the comment before it, its kind and name, and all to its closing brace.
 _BLOCK = re.compile(
-    r"^(?P<comment>(?://[^\n]*\n)*)(?P<text>(?:service|message|enum) (?P<name>\w+) \{(?:\}|.*?^\}))", re.M | re.S
+    r"^(?P<comment>(?://[^\n]*\n)*)(?P<text>(?:service|message|enum) (?P<name>\w+) \{(?:\}|.*?^\}))",
+    re.M | re.S,
 )
 
 

@@ -78,8 +78,12 @@ class ServerAddress:
                 raise ValueError(f"its scheme is {scheme!r}")
             targets = tuple(_target(place, _DEFAULT_PORTS[scheme]) for place in places.split(","))
         except ValueError as error:
-            raise ValueError(f"{text.partition('#')[0]!r} is not the address of a server ({error}): {EITHER}") from None
-        return cls(scheme, targets, unquote(path.removeprefix("v1/runs").strip("/").partition("/")[0]))
+            raise ValueError(
+                f"{text.partition('#')[0]!r} is not the address of a server ({error}): {EITHER}"
+            ) from None
+        return cls(
+            scheme, targets, unquote(path.removeprefix("v1/runs").strip("/").partition("/")[0])
+        )
 
     def is_tls(self, default: bool) -> bool:
         """Whether it is reached over TLS, ``default`` where it has no scheme."""

@@ -42,7 +42,11 @@ class BatchSchedule:
                 f"[(0, 4), (1_000_000, 8)]; got {batch_size!r}"
             )
         for number, pair in enumerate(batch_size):
-            if not isinstance(pair, Sequence) or len(pair) != 2 or any(type(value) is not int for value in pair):
+            if (
+                not isinstance(pair, Sequence)
+                or len(pair) != 2
+                or any(type(value) is not int for value in pair)
+            ):
                 raise ValueError(
                     f"batch_size[{number}] must be a pair of integers (total_tokens, batch_size); got {pair!r}"
                 )
@@ -58,16 +62,28 @@ class BatchSchedule:
     def check(self) -> None:
         """Raises ``ValueError`` for what is no schedule."""
         if not 1 <= self.accumulate <= MAX_ACCUMULATE:
-            raise ValueError(f"accumulate is {self.accumulate}; expected 1 to {MAX_ACCUMULATE} micro-steps")
+            raise ValueError(
+                f"accumulate is {self.accumulate}; expected 1 to {MAX_ACCUMULATE} micro-steps"
+            )
         if not 1 <= len(self.sizes) <= MAX_SIZES:
-            raise ValueError(f"batch_size has {len(self.sizes)} pairs; expected 1 to {MAX_SIZES}, such as (0, 4)")
+            raise ValueError(
+                f"batch_size has {len(self.sizes)} pairs; expected 1 to {MAX_SIZES}, such as (0, 4)"
+            )
         for number, (_, size) in enumerate(self.sizes):
             if not 1 <= size <= MAX_BATCH_SIZE:
-                which = f"batch_size[{number}] has a batch size of" if len(self.sizes) > 1 else "batch size is"
-                raise ValueError(f"{which} {size}; expected 1 to {MAX_BATCH_SIZE} samples per rank: give batch_size")
+                which = (
+                    f"batch_size[{number}] has a batch size of"
+                    if len(self.sizes) > 1
+                    else "batch size is"
+                )
+                raise ValueError(
+                    f"{which} {size}; expected 1 to {MAX_BATCH_SIZE} samples per rank: give batch_size"
+                )
         tokens, size = self.sizes[0]
         if tokens:
-            raise ValueError(f"batch_size[0] begins at {tokens} total tokens; expected 0: (0, {size})")
+            raise ValueError(
+                f"batch_size[0] begins at {tokens} total tokens; expected 0: (0, {size})"
+            )
         for number, ((before, _), (tokens, _)) in enumerate(pairwise(self.sizes), 1):
             if not before < tokens <= MAX_TOKENS:
                 raise ValueError(
@@ -93,8 +109,12 @@ class BatchSchedule:
             size_before = size
             # The first optimiser step that begins at the next threshold or after it.
             step_samples = self.accumulate * world_size * size
-            index += -((tokens - thresholds[reached]) // (step_samples * sample_tokens)) * step_samples
+            index += (
+                -((tokens - thresholds[reached]) // (step_samples * sample_tokens)) * step_samples
+            )
 
     def __str__(self) -> str:
         first, *others = self.sizes
-        return ", ".join([str(first[1]), *(f"{size} from {tokens} total tokens on" for tokens, size in others)])
+        return ", ".join(
+            [str(first[1]), *(f"{size} from {tokens} total tokens on" for tokens, size in others)]
+        )

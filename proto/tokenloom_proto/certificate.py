@@ -22,4 +22,6 @@ def refuse_expired(name: str, pem: str) -> None:
     text = (long or (b"19" if short >= b"50" else b"20") + short).decode()
     end = datetime.strptime(f"{text}+0000", "%Y%m%d%H%M%S%z")
     if end <= datetime.now(timezone.utc):
-        raise ValueError(f"{name} has a certificate that expired at {end:%Y-%m-%d %H:%M:%S} UTC: renew it")
+        raise ValueError(
+            f"{name} has a certificate that expired at {end:%Y-%m-%d %H:%M:%S} UTC: renew it"
+        )

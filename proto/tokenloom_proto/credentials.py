@@ -24,7 +24,11 @@ READ_VARIABLE = "TOKENLOOM_READ_TOKEN"
 PLAINTEXT_VARIABLE = "TOKENLOOM_PLAINTEXT_HOSTS"
 
 #: The variables that name the ``TlsFiles``.
-_TLS_VARIABLES = {"ca": "TOKENLOOM_TLS_CA", "cert": "TOKENLOOM_TLS_CERT", "key": "TOKENLOOM_TLS_KEY"}
+_TLS_VARIABLES = {
+    "ca": "TOKENLOOM_TLS_CA",
+    "cert": "TOKENLOOM_TLS_CERT",
+    "key": "TOKENLOOM_TLS_KEY",
+}
 _USE_TLS = "serve with --tls-cert and --tls-key, and write grpcs:// in place of grpc://"
 
 #: Nobody guesses that many characters, and no header has room for a token that is longer than the other bound.
@@ -37,7 +41,9 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _OTHERS = 0o077
 
 
-def find_token(variable: str, environment: Mapping[str, str], file: Path | None = None) -> str | None:
+def find_token(
+    variable: str, environment: Mapping[str, str], file: Path | None = None
+) -> str | None:
     """The token of ``file``, of the environment's ``variable``, or of the file that ``variable_FILE`` names.
 
     None where there is none of these. An empty ``TOKENLOOM_READ_TOKEN`` is none, and so is an empty
@@ -51,7 +57,9 @@ def find_token(variable: str, environment: Mapping[str, str], file: Path | None 
     if file is None and named is not None:
         file = Path(named)
     if text is not None and file is not None:
-        raise ValueError(f"there are two tokens, one in {variable} and one in the file {str(file)!r}; keep one of them")
+        raise ValueError(
+            f"there are two tokens, one in {variable} and one in the file {str(file)!r}; keep one of them"
+        )
     if file is not None:
         return read_token(file)
     return None if text is None else check_token(text, variable)
@@ -66,7 +74,9 @@ def is_given(environment: Mapping[str, str]) -> bool:
 def read_token(file: Path) -> str:
     """The token in a file that only its owner may read. Raises ``ValueError`` naming the file."""
     name = f"the token file {str(file)!r}"
-    return check_token(read_secret(name, file, 2 * MAX_CHARACTERS).decode("utf-8", "replace").strip(), name)
+    return check_token(
+        read_secret(name, file, 2 * MAX_CHARACTERS).decode("utf-8", "replace").strip(), name
+    )
 
 
 def read_secret(name: str, file: Path, size: int = MOST_BYTES, *, private: bool = True) -> bytes:
@@ -142,7 +152,12 @@ class TlsFiles(NamedTuple):
 
     def or_of(self, environment: Mapping[str, str]) -> TlsFiles:
         """With the environment's files in place of those that are not given."""
-        return TlsFiles(*(file or environment.get(_TLS_VARIABLES[name]) for name, file in self._asdict().items()))
+        return TlsFiles(
+            *(
+                file or environment.get(_TLS_VARIABLES[name])
+                for name, file in self._asdict().items()
+            )
+        )
 
 
 NO_FILES = TlsFiles()
@@ -181,15 +196,23 @@ class Credentials:
         Raises ``ValueError`` for what is missing or no token, and where the token would travel without TLS to another
         machine that ``TOKENLOOM_PLAINTEXT_HOSTS`` does not name.
         """
-        token = find_token(CONTROL_VARIABLE, environment) if token is None else check_token(token, "token")
+        token = (
+            find_token(CONTROL_VARIABLE, environment)
+            if token is None
+            else check_token(token, "token")
+        )
         if not tls:
             if files != NO_FILES:
-                raise ValueError("tls_ca, tls_cert and tls_key are for grpcs://, but the address begins with grpc://")
+                raise ValueError(
+                    "tls_ca, tls_cert and tls_key are for grpcs://, but the address begins with grpc://"
+                )
             if token is not None:
                 for host in hosts:
                     refuse_plaintext(host, environment, _USE_TLS)
             return cls(token=token)
-        ca, certificate, key = (_read(name, file, environment) for name, file in files._asdict().items())
+        ca, certificate, key = (
+            _read(name, file, environment) for name, file in files._asdict().items()
+        )
         if (certificate is None) != (key is None):
             raise ValueError(
                 "tls_cert (TOKENLOOM_TLS_CERT) and tls_key (TOKENLOOM_TLS_KEY) belong together; one is missing"
@@ -197,7 +220,9 @@ class Credentials:
         return cls(token=token, tls=True, ca=ca, certificate=certificate, key=key)
 
 
-def _read(name: str, file: str | os.PathLike[str] | None, environment: Mapping[str, str]) -> bytes | None:
+def _read(
+    name: str, file: str | os.PathLike[str] | None, environment: Mapping[str, str]
+) -> bytes | None:
     """The content of one of the ``TlsFiles``."""
     source = f"tls_{name}" if file is not None else _TLS_VARIABLES[name]
     if file is None:

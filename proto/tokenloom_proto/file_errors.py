@@ -13,7 +13,11 @@ def reason(error: Exception, *, private: bool = False) -> str:
         return said
     path, user = Path(os.path.realpath(error.filename)), os.geteuid()
     wanted = [(folder, os.X_OK, "enter") for folder in reversed(path.parents)]
-    wanted += [(path, os.R_OK, "read"), (path, os.W_OK, "write to"), (path.parent, os.W_OK, "write to")]
+    wanted += [
+        (path, os.R_OK, "read"),
+        (path, os.W_OK, "write to"),
+        (path.parent, os.W_OK, "write to"),
+    ]
     for place, right, verb in wanted:
         if os.access(place, right) or not os.path.lexists(place):
             continue

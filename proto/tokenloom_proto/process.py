@@ -44,4 +44,9 @@ def _kernel() -> str:
 
 def _stat(number: int) -> list[str]:
     """The fields of a process from its state on; its name, before that, may end within a character."""
-    return Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return (
+        Path(f"/proc/{number}/stat")
+        .read_text(encoding="utf-8", errors="replace")
+        .rpartition(")")[2]
+        .split()
+    )

@@ -31,7 +31,9 @@ class About(NamedTuple):
             document = json.loads(text)
             return cls([str(run) for run in document["runs"]], str(document[key]))
         except (ValueError, KeyError, TypeError):
-            raise ProtocolError(f"{where}: what answers there is not a Tokenloom server of this release") from None
+            raise ProtocolError(
+                f"{where}: what answers there is not a Tokenloom server of this release"
+            ) from None
 
 
 def opener(url: str, files: TlsFiles) -> urllib.request.OpenerDirector:

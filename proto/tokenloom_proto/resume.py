@@ -25,20 +25,30 @@ CLOCK_KEYS = ("total_tokens", "context_length", "sequence_length", "block_size",
 def older_payload(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of a checkpoint another data loader wrote of its data; empty where that is nothing. A list of sources that
     stands alone is that of a ``resume_state``."""
-    known, entries = {key: state[key] for key in (*OLDER_KEYS, *CLOCK_KEYS) if key in state}, state.get("datasets")
+    known, entries = (
+        {key: state[key] for key in (*OLDER_KEYS, *CLOCK_KEYS) if key in state},
+        state.get("datasets"),
+    )
     if (
         isinstance(entries, list | tuple)
         and entries
         and all(isinstance(own, Mapping) and "spec" in own for own in entries)
     ):
-        known = {"resume_state": {"datasets": entries, "row_offset_of": state.get("row_offset_of")}, **known}
+        known = {
+            "resume_state": {"datasets": entries, "row_offset_of": state.get("row_offset_of")},
+            **known,
+        }
     return known if known.keys() & set(OLDER_KEYS) else {}
 
 
 def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint, or what of it is wrapped in ``dataset`` and is a state of the data."""
     inner = state.get("dataset")
-    if isinstance(inner, Mapping) and "resume_state" not in state and (KEY in inner or older_payload(inner)):
+    if (
+        isinstance(inner, Mapping)
+        and "resume_state" not in state
+        and (KEY in inner or older_payload(inner))
+    ):
         state = inner
     return dict(state)
 
@@ -67,10 +77,15 @@ def sources_of(resume_state: str | bytes) -> dict[int, NamedSource]:
         if revision["sample_index"] > document["sample_index"]
         for leaf in _leaves(revision["content"].get("mixture", {"children": ()}))
     ]
-    return {entry["id"]: NamedSource(entry["spec"], entry.get("alias") or entry["spec"]) for entry in entries}
+    return {
+        entry["id"]: NamedSource(entry["spec"], entry.get("alias") or entry["spec"])
+        for entry in entries
+    }
 
 
-def counts_at(state: Mapping[str, Any], sample_index: int, total_tokens: int, since: Given = (b"", 0)) -> Counts:
+def counts_at(
+    state: Mapping[str, Any], sample_index: int, total_tokens: int, since: Given = (b"", 0)
+) -> Counts:
     """``counts`` of a snapshot at a sample index: by spec, the samples, tokens and real tokens that each source gave,
     without what a restore jumped over; a source that gave nothing is left out.
 
@@ -82,16 +97,24 @@ def counts_at(state: Mapping[str, Any], sample_index: int, total_tokens: int, si
     for source_id, samples, padding in islice(entries, sum(new.entries[: steps + 1])):
         samples_of[source_id] += samples
         padding_of[source_id] += padding
-    sample_tokens = (total_tokens - state["total_tokens"]) // max(1, sample_index - state["sample_index"])
+    sample_tokens = (total_tokens - state["total_tokens"]) // max(
+        1, sample_index - state["sample_index"]
+    )
     counts: Counts = {}
     known = [entry for entry in state["datasets"] if "unknown" not in entry]
     for source_id, entry in enumerate([*known, *({"spec": spec} for spec in new.specs)]):
         samples, padding = samples_of[source_id], padding_of[source_id]
-        tokens = samples * sample_tokens + entry.get("token_offset", 0) - entry.get("skipped_tokens", 0)
+        tokens = (
+            samples * sample_tokens + entry.get("token_offset", 0) - entry.get("skipped_tokens", 0)
+        )
         samples += entry.get("samples", 0) - entry.get("skipped_samples", 0)
         padding += entry.get("padding_tokens", 0) - entry.get("skipped_padding_tokens", 0)
         if tokens:
-            counts[entry["spec"]] = {"samples": samples, "tokens": tokens, "real_tokens": tokens - padding}
+            counts[entry["spec"]] = {
+                "samples": samples,
+                "tokens": tokens,
+                "real_tokens": tokens - padding,
+            }
     return counts
 
 

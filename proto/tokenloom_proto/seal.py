@@ -22,7 +22,9 @@ SNAPSHOT_VERSION = 2
 
 def canonical(document: Any) -> str:
     """The one JSON text of a document, or of a value in one: sorted keys, no spaces, plain UTF-8, no NaN."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return json.dumps(
+        document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
 
 
 def seal(document: Mapping[str, Any]) -> str:
@@ -46,7 +48,9 @@ def strict_json(text: str | bytes) -> Any:
 
     Raises ``ValueError``, and ``RecursionError`` for what lies too deep.
     """
-    return json.loads(text, object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=_refuse_number)
+    return json.loads(
+        text, object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=_refuse_number
+    )
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:

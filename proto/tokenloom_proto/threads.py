@@ -30,7 +30,9 @@ class Background(threading.Thread):
 
     _goes_on = False
 
-    def __init__(self, kind: str, work: Callable[[], object], of: str = "", *, after_s: float = 0.0) -> None:
+    def __init__(
+        self, kind: str, work: Callable[[], object], of: str = "", *, after_s: float = 0.0
+    ) -> None:
         """``kind``: what it does, ``of``: for whom, such as a run. ``after_s``: it begins so late, seconds."""
         super().__init__(name=f"{of}-{kind}" if of else kind, daemon=True)
         self._kind, self._work, self._of, self._after_s = kind, work, of, after_s
@@ -55,10 +57,15 @@ class Background(threading.Thread):
                 goes_on = bool(self._work()) and self._goes_on
                 self.fault = ""
             except BaseException as error:  # a library's panic among them
-                fault, is_named = f"{type(error).__name__}: {error}", isinstance(error, TokenloomError)
+                fault, is_named = (
+                    f"{type(error).__name__}: {error}",
+                    isinstance(error, TokenloomError),
+                )
                 faults()[self._kind] += not is_named
                 if fault != self.fault:
-                    log.error("thread %s: %s", self.name, fault, exc_info=None if is_named else error)
+                    log.error(
+                        "thread %s: %s", self.name, fault, exc_info=None if is_named else error
+                    )
                 self.fault = fault
                 goes_on = self._goes_on and not self.ending.wait(PAUSE_S)
 

@@ -10,14 +10,18 @@ def main() -> None:
     """Runs the command line; says what to install where the server's packages, or a newer Python, are missing."""
     # The client runs on older ones, so the wheel may be installed there.
     if sys.version_info < (3, 11):  # noqa: UP036
-        sys.exit(f"tokenloom: the server needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+        sys.exit(
+            f"tokenloom: the server needs Python 3.11 or newer; this is {sys.version.split()[0]}"
+        )
     # Or pydantic looks for plugins in every package that is installed, at each start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         if sys.argv[1:2] == ["serve"]:
             from tokenloom_proto.threads import name_for_kernel
 
-            name_for_kernel("tokenloom")  # before there are threads: those of libraries are called as who makes them is
+            name_for_kernel(
+                "tokenloom"
+            )  # before there are threads: those of libraries are called as who makes them is
             # Trainers wait for it: what the other commands import is not imported for it.
             from tokenloom_server.cli.serve import app
         else:

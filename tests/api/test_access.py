@@ -57,7 +57,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("runs")
     write_txt(folder / "rows.txt", [f"row {number} " * 8 for number in range(4000)])
     for run in (MINE, OTHER):
-        (folder / f"{run}.yaml").write_text(yaml.safe_dump(flat(["txt:rows.txt:text"], run=run)), encoding="utf-8")
+        (folder / f"{run}.yaml").write_text(
+            yaml.safe_dump(flat(["txt:rows.txt:text"], run=run)), encoding="utf-8"
+        )
     with runs_of(folder, *(folder / f"{run}.yaml" for run in (MINE, OTHER))) as made:
         yield made
 
@@ -98,18 +100,33 @@ def test_a_token_for_some_runs_is_good_for_these_on_every_route_and_for_no_other
     assert ("GET", "/v1/runs/{run}/stats") in routes.scopes
     for (method, path), scope in routes.scopes.items():
         values: dict[str, object] = defaultdict(lambda: 1, snapshot_id="s0-1")
-        bodies = {"restore": {"sample_index": 0}, "fork": {"parent": OTHER}, "mixture": {"reason": "because"}}
-        body = {"json": bodies.get(path.rpartition("/")[2], {})} if method in ("POST", "PATCH") else {}
+        bodies = {
+            "restore": {"sample_index": 0},
+            "fork": {"parent": OTHER},
+            "mixture": {"reason": "because"},
+        }
+        body = (
+            {"json": bodies.get(path.rpartition("/")[2], {})} if method in ("POST", "PATCH") else {}
+        )
         if "{run}" in path:
             for run in (OTHER, "nowhere"):
                 answer = rest.request(method, path.format_map(values | {"run": run}), **body)
-                assert (answer.status_code, answer.json()["error"]) == (403, "Forbidden"), (method, path)
+                assert (answer.status_code, answer.json()["error"]) == (403, "Forbidden"), (
+                    method,
+                    path,
+                )
                 assert run == OTHER or OTHER not in answer.text
         elif scope is not Scope.OPEN:
             answer = rest.request(method, path, **body)
-            assert answer.status_code == (403 if (method, path) in routes.of_all_runs else 200), (method, path)
+            assert answer.status_code == (403 if (method, path) in routes.of_all_runs else 200), (
+                method,
+                path,
+            )
         if "{run}" in path and method == "GET":
-            assert rest.get(path.format_map(values | {"run": MINE})).status_code not in (401, 403), path
+            assert rest.get(path.format_map(values | {"run": MINE})).status_code not in (
+                401,
+                403,
+            ), path
     assert rest.get("/v1/runs").json()["runs"] == [MINE]
     absent = rest.get("/v1/runs/wiki-gone/stats")
     assert (absent.status_code, OTHER in absent.text) == (404, False)
@@ -135,15 +152,22 @@ def test_the_same_on_every_rpc(runs: Runs, access: Access, token: str) -> None:
                 except grpc.RpcError as error:
                     code[run] = error.code()
             assert code[OTHER] is code["nowhere"] is grpc.StatusCode.PERMISSION_DENIED, method.name
-            assert code[MINE] not in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED), method.name
-        stats = channel.unary_unary(f"/{service.full_name}/Stats")(b"", metadata=metadata, timeout=120)
+            assert code[MINE] not in (
+                grpc.StatusCode.PERMISSION_DENIED,
+                grpc.StatusCode.UNAUTHENTICATED,
+            ), method.name
+        stats = channel.unary_unary(f"/{service.full_name}/Stats")(
+            b"", metadata=metadata, timeout=120
+        )
         assert json.loads(wire.StatsResponse.FromString(stats).stats_json)["runs"] == [MINE]
 
 
 # The file
 
 
-def test_a_token_is_good_until_it_is_revoked_or_expires(file: Path, access: Access, token: str) -> None:
+def test_a_token_is_good_until_it_is_revoked_or_expires(
+    file: Path, access: Access, token: str
+) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=0.3)
     brief = create(file, "brief", "read", ["*"], soon)
     with pytest.raises(Unauthenticated):
@@ -151,7 +175,10 @@ def test_a_token_is_good_until_it_is_revoked_or_expires(file: Path, access: Acce
     look(access)
     held = access.check(f"Bearer {brief}", Scope.READ)
     wait_for(lambda: datetime.now(UTC) > soon, "the end")
-    for ask in (lambda: access.check(f"Bearer {brief}", Scope.READ), lambda: access.recheck(held, Scope.READ)):
+    for ask in (
+        lambda: access.check(f"Bearer {brief}", Scope.READ),
+        lambda: access.recheck(held, Scope.READ),
+    ):
         with pytest.raises(Unauthenticated, match="'brief' expired at"):
             ask()
     ada = access.check(f"Bearer {token}", Scope.ADMIN)
@@ -159,7 +186,10 @@ def test_a_token_is_good_until_it_is_revoked_or_expires(file: Path, access: Acce
     look(access)
     with pytest.raises(Unauthenticated, match="the token 'ada' was revoked"):
         access.recheck(ada, Scope.READ)
-    assert (file.stat().st_mode & 0o777, token in file.read_text(encoding="utf-8")) == (0o600, False)
+    assert (file.stat().st_mode & 0o777, token in file.read_text(encoding="utf-8")) == (
+        0o600,
+        False,
+    )
 
 
 def test_the_file_is_taken_up_as_a_whole_or_not_at_all(
@@ -188,7 +218,11 @@ def test_the_file_is_taken_up_as_a_whole_or_not_at_all(
         with pytest.raises(ConfigError):
             watched_tokens(file)
         caplog.clear()
-    for spoil in (lambda: file.write_text("{", encoding="utf-8"), lambda: file.chmod(0o644), file.unlink):
+    for spoil in (
+        lambda: file.write_text("{", encoding="utf-8"),
+        lambda: file.chmod(0o644),
+        file.unlink,
+    ):
         spoil()
         look(access)
         assert access.check(f"Bearer {token}", Scope.ADMIN).name == "ada"
@@ -211,7 +245,10 @@ def test_a_look_that_never_ends_makes_its_own_files_stale_and_stops_no_other(
     monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.01)
     other, back, signature_of = tmp_path / "other", threading.Event(), watched_files._signature_of
     other.touch()
-    access = Access(named=watched_tokens(file), tls=cast("Tls", WatchedFiles("--tls-cert", [other], other.read_bytes)))
+    access = Access(
+        named=watched_tokens(file),
+        tls=cast("Tls", WatchedFiles("--tls-cert", [other], other.read_bytes)),
+    )
 
     def look(path: Path) -> tuple[int, ...]:
         assert path != file or back.wait(120)
@@ -228,12 +265,17 @@ def test_a_look_that_never_ends_makes_its_own_files_stale_and_stops_no_other(
         said = f"--tokens {file}: no look has ended well for 2 s; what it held before stays in force: is its disk away?"
         wait_for(lambda: said in caplog.text, "a line that says so")
         assert (
-            "tokenloom_tokens_stale 1.0" in generate_latest(create_registry(runs, version="0", access=access)).decode()
+            "tokenloom_tokens_stale 1.0"
+            in generate_latest(create_registry(runs, version="0", access=access)).decode()
         )
         other.write_text("renewed")
-        wait_for(lambda: cast("Any", access.tls).content == b"renewed", "the other file to be taken up")
+        wait_for(
+            lambda: cast("Any", access.tls).content == b"renewed", "the other file to be taken up"
+        )
         back.set()
-        wait_for(lambda: f"--tokens {file}: it is looked at again" in caplog.text, "a line that says so")
+        wait_for(
+            lambda: f"--tokens {file}: it is looked at again" in caplog.text, "a line that says so"
+        )
         assert not access.named.is_stale
     finally:
         back.set()
@@ -251,14 +293,18 @@ def test_what_is_no_file_is_refused_as_one_of_tokens_and_no_look_waits_for_it(
     assert access.named.is_stale
     assert access.check(f"Bearer {token}", Scope.ADMIN).name == "ada"
     for read in (watched_tokens, read_token):
-        with pytest.raises((ConfigError, ValueError), match=f"{re.escape(str(file))}.* cannot be read"):
+        with pytest.raises(
+            (ConfigError, ValueError), match=f"{re.escape(str(file))}.* cannot be read"
+        ):
             read(file)
 
 
 # Streams
 
 
-def test_a_revoked_token_ends_the_streams_of_its_ranks(runs: Runs, file: Path, access: Access, token: str) -> None:
+def test_a_revoked_token_ends_the_streams_of_its_ranks(
+    runs: Runs, file: Path, access: Access, token: str
+) -> None:
     with over_grpc(runs, access) as address:
         world = World(f"grpc://{address}/{MINE}", 2, token=token, resume="fresh", takeover=True)
         with world:
@@ -270,15 +316,22 @@ def test_a_revoked_token_ends_the_streams_of_its_ranks(runs: Runs, file: Path, a
                     for _ in rank:
                         pass
             view = runs.get(MINE).coordinator.view
-            wait_for(lambda: {rank.state for rank in view().generation.ranks} == {"away"}, "that all are away")
+            wait_for(
+                lambda: {rank.state for rank in view().generation.ranks} == {"away"},
+                "that all are away",
+            )
 
 
-def test_calls_whose_client_reads_nothing_end_too(runs: Runs, file: Path, access: Access, token: str) -> None:
+def test_calls_whose_client_reads_nothing_end_too(
+    runs: Runs, file: Path, access: Access, token: str
+) -> None:
     metadata = (("authorization", f"Bearer {token}"),)
     read_all = threading.Event()
     with over_grpc(runs, access) as address, grpc.insecure_channel(address) as channel:
         held = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", metadata=metadata)
-        reflection = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        reflection = channel.stream_stream(
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        )
         asking = reflection((b"" for _ in iter(read_all.wait, False)), metadata=metadata)
         wait_for(lambda: len(access._held) == 2, "that both have begun")
         look(access)
@@ -314,7 +367,9 @@ def test_new_connections_get_new_certificates_and_open_ones_stay(
 
     def shown_at(address: str) -> bytes:
         host, _, port = address.rpartition(":")
-        with context.wrap_socket(socket.create_connection((host, int(port)), 120), server_hostname=host) as opened:
+        with context.wrap_socket(
+            socket.create_connection((host, int(port)), 120), server_hostname=host
+        ) as opened:
             return opened.getpeercert(True) or b""
 
     issue()
@@ -325,7 +380,10 @@ def test_new_connections_get_new_certificates_and_open_ones_stay(
         over_grpc(runs, access) as address,
         httpx.Client(base_url=server.url, verify=context, trust_env=False, timeout=60) as client,
         World(
-            f"grpcs://{address}/{MINE}", token="c" * 32, tls_ca=trusted(tmp_path, authority), resume="fresh"
+            f"grpcs://{address}/{MINE}",
+            token="c" * 32,
+            tls_ca=trusted(tmp_path, authority),
+            resume="fresh",
         ) as world,
     ):
         world.steps(1)
@@ -367,13 +425,19 @@ def test_every_change_is_in_the_audit_log_and_among_the_runs_events(
         ("POST", "/restore", {"sample_index": index}),
         ("DELETE", "/restore", None),
         ("POST", "/snapshots", {}),
-        ("PATCH", "/mixture", {"reason": "tried", "dry_run": True, "set": [{"child": "rows.txt", "weight": 2}]}),
+        (
+            "PATCH",
+            "/mixture",
+            {"reason": "tried", "dry_run": True, "set": [{"child": "rows.txt", "weight": 2}]},
+        ),
     ):
         answer = rest.request(method, url + path, json=body)
         assert answer.status_code in (200, 201, 422), answer.text
     with over_grpc(runs, access) as address:
         secret = rest.headers["authorization"].removeprefix("Bearer ")
-        with World(f"grpc://{address}/{MINE}", token=secret, resume="fresh", takeover=True) as world:
+        with World(
+            f"grpc://{address}/{MINE}", token=secret, resume="fresh", takeover=True
+        ) as world:
             world.steps(1)
     create(file, "bob", "read", ["*"], None)
     look(access)
@@ -394,11 +458,18 @@ def test_every_change_is_in_the_audit_log_and_among_the_runs_events(
         events = rest.get(f"{url}/events", params={"kind": "audit"}).json()["events"]
         return [event["text"] for event in events if event["author"] == "ada"]
 
-    wait_for(lambda: all(any(text in line for text in noted()) for line in lines[:4]), "the events of these")
+    wait_for(
+        lambda: all(any(text in line for text in noted()) for line in lines[:4]),
+        "the events of these",
+    )
 
 
 def test_refusals_are_bounded_and_what_they_quote_is_escaped(
-    rest: httpx.Client, runs: Runs, access: Access, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    rest: httpx.Client,
+    runs: Runs,
+    access: Access,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO, "tokenloom.audit")
     with over_grpc(runs, access) as address, grpc.insecure_channel(address) as channel:
@@ -407,9 +478,16 @@ def test_refusals_are_bounded_and_what_they_quote_is_escaped(
         metadata = (("authorization", rest.headers["authorization"]),)
         with pytest.raises(grpc.RpcError):
             request = wire.StatsRequest(run=OTHER).SerializeToString()
-            channel.unary_unary("/tokenloom.v2.DataLoader/Stats")(request, metadata=metadata, timeout=120)
+            channel.unary_unary("/tokenloom.v2.DataLoader/Stats")(
+                request, metadata=metadata, timeout=120
+            )
     for _ in range(30):
-        assert rest.get("/v1/runs/a%0Ab%1B[2J/stats", headers={"authorization": "Bearer x"}).status_code == 401
+        assert (
+            rest.get(
+                "/v1/runs/a%0Ab%1B[2J/stats", headers={"authorization": "Bearer x"}
+            ).status_code
+            == 401
+        )
     lines = audited(caplog)
     assert len(lines) == audit.MOST_REFUSALS
     assert lines[0].startswith("refused: /tokenloom.v2.DataLoader/Stats from ipv4:127.0.0.1:")

@@ -25,7 +25,9 @@ from tokenloom_server.run.delivery import Delivery
 def test_the_bytes_are_the_message_field_by_field(
     tmp_path: Path, labels: str, document_starts: bool, with_base: bool
 ) -> None:
-    (tmp_path / "a.txt").write_text("".join(f"row {i} of a file\n" for i in range(400)), encoding="utf-8")
+    (tmp_path / "a.txt").write_text(
+        "".join(f"row {i} of a file\n" for i in range(400)), encoding="utf-8"
+    )
     found = config.parse(
         {
             "run": "r",
@@ -39,13 +41,19 @@ def test_the_bytes_are_the_message_field_by_field(
     )
     order = builder.create(found, tmp_path, None)
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=2, batch_size=3, group_micro_steps=5))
+    group = pipeline.begin_group(
+        BatchPlan(start_index=0, world_size=2, batch_size=3, group_micro_steps=5)
+    )
     pipeline.fill(group, 5)
     group.resume_state = encode_state(order, group.base)
 
-    text = encode_delivery(1, Delivery(group, 1, 4, with_base), 6, 3, document_starts=document_starts)
+    text = encode_delivery(
+        1, Delivery(group, 1, 4, with_base), 6, 3, document_starts=document_starts
+    )
 
-    counts, starts = group.document_starts(1, 1, 4) if document_starts else ([], np.empty(0, np.uint32))
+    counts, starts = (
+        group.document_starts(1, 1, 4) if document_starts else ([], np.empty(0, np.uint32))
+    )
     expected = wire.StreamResponse(
         batches=wire.Batches(
             begin_index=6,
@@ -64,17 +72,24 @@ def test_the_bytes_are_the_message_field_by_field(
             ids=b"".join(group.ids(1, 1, 4)),
             source_ids=[0] * 9,
             # Of the micro-step before it, and of each of its own.
-            counts=wire.SourceCounts(entries=[1] * 4, source_ids=[0] * 4, samples=[6] * 4).SerializeToString(),
+            counts=wire.SourceCounts(
+                entries=[1] * 4, source_ids=[0] * 4, samples=[6] * 4
+            ).SerializeToString(),
             document_counts=counts,
             document_starts=starts.tolist(),
-            base=wire.Base(sample_index=0, resume_state=group.resume_state.encode()) if with_base else None,
+            base=wire.Base(sample_index=0, resume_state=group.resume_state.encode())
+            if with_base
+            else None,
         ),
         committed_through=6,
         server_epoch=3,
     )
     assert wire.StreamResponse.FromString(text) == expected
     assert len(text) == expected.ByteSize()
-    assert hand_over(1, Delivery(group, 1, 4, with_base), 6, 3, document_starts=document_starts) == read(text).delivered
+    assert (
+        hand_over(1, Delivery(group, 1, 4, with_base), 6, 3, document_starts=document_starts)
+        == read(text).delivered
+    )
 
 
 @pytest.mark.parametrize("value", [0, 1, 127, 128, 300, 2**21 - 1, 2**21, 2**35])

@@ -32,7 +32,16 @@ from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.replay import Replay
 
 #: A field of each wire type that breaks off, one that no message has, text that is not UTF-8, a length beyond the end.
-MALFORMED = [b"\x0a\xff", b"\xff" * 9, b"\x0a\x02\xc3\x28", b"\x0a\x7fx", b"\x08", b"\x0d\x00", b"\x09\x00", b"\x0f"]
+MALFORMED = [
+    b"\x0a\xff",
+    b"\xff" * 9,
+    b"\x0a\x02\xc3\x28",
+    b"\x0a\x7fx",
+    b"\x08",
+    b"\x0d\x00",
+    b"\x09\x00",
+    b"\x0f",
+]
 #: A position that is cheap to write down, and takes for ever to reach.
 FAR = 10**8
 RUN = "test"
@@ -66,16 +75,22 @@ def test_malformed_messages_are_invalid_arguments_and_leave_no_trace_in_the_log(
                 next(call)
             call.cancel()
             assert call.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN), data
-    assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.WARNING] == []
+    assert [
+        record for record in caplog.records if record.exc_info or record.levelno >= logging.WARNING
+    ] == []
 
 
 def test_a_malformed_message_in_the_middle_of_a_stream_ends_it(
     trained: Trained, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opened = wire.StreamOpen(run=RUN, run_uid=trained.runs.get(RUN).coordinator.uid, peek=True, batch_size=2)
+    opened = wire.StreamOpen(
+        run=RUN, run_uid=trained.runs.get(RUN).coordinator.uid, peek=True, batch_size=2
+    )
     first = wire.StreamRequest(open=opened).SerializeToString()
     with grpc.insecure_channel(trained.address) as channel, pytest.raises(grpc.RpcError) as caught:
-        for _ in channel.stream_stream("/tokenloom.v2.DataLoader/Stream")(iter([first, b"\xff"]), timeout=120):
+        for _ in channel.stream_stream("/tokenloom.v2.DataLoader/Stream")(
+            iter([first, b"\xff"]), timeout=120
+        ):
             pass
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert not [record for record in caplog.records if record.exc_info]
@@ -95,7 +110,8 @@ def trained(tmp_path: Path) -> Iterator[Trained]:
     write_parquet(tmp_path / "rows.parquet", id_rows(400, 1, 40))
     child = {"source": "parquet:rows.parquet:ids", "epochs": 10**7}
     (tmp_path / "run.yaml").write_text(
-        yaml.safe_dump(mixture(run=RUN, mixture={"policy": "least_consumed", "children": [child]})), encoding="utf-8"
+        yaml.safe_dump(mixture(run=RUN, mixture={"policy": "least_consumed", "children": [child]})),
+        encoding="utf-8",
     )
     with (
         runs_of(tmp_path, tmp_path / "run.yaml") as runs,
@@ -126,12 +142,16 @@ def ask(trained: Trained, request: Any, turns: list[float]) -> None:
     """A call that is given up once it is at work."""
     with grpc.insecure_channel(trained.address) as channel:
         stub = DataLoaderStub(channel)
-        call = (stub.Restore if isinstance(request, wire.RestoreRequest) else stub.Join).future(request, timeout=60)
+        call = (stub.Restore if isinstance(request, wire.RestoreRequest) else stub.Join).future(
+            request, timeout=60
+        )
         wait_for(lambda: len(turns) > 3 or call.done(), "work")
         assert call.cancel(), call.exception()
 
 
-def test_work_that_nobody_waits_for_any_more_ends(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_nobody_waits_for_any_more_ends(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns = count_turns(monkeypatch)
     for request in requests(trained):
         turns.clear()
@@ -161,7 +181,9 @@ def test_eight_at_once_end_as_one_does(trained: Trained, monkeypatch: pytest.Mon
     wait_until_idle(turns)
 
 
-def test_work_ends_when_a_connection_to_rest_is_gone(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_ends_when_a_connection_to_rest_is_gone(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns = count_turns(monkeypatch)
     rest = RestServer("127.0.0.1", 0)
     rest.start(trained.runs)
@@ -176,7 +198,10 @@ def test_work_ends_when_a_connection_to_rest_is_gone(trained: Trained, monkeypat
 
 
 def count_turns(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType = replay, owner: type = Replay, method: str = "turn"
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType = replay,
+    owner: type = Replay,
+    method: str = "turn",
 ) -> list[float]:
     """When somebody went a little forward, which they now do in many small turns."""
     turns: list[float] = []

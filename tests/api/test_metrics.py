@@ -73,7 +73,10 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryS
             generation=9,
             total_tokens=2**53 - 1,
             ended="every source is exhausted",
-            sources=[source_stats(0, alias='odd "alias"\n\\'), source_stats(1, epochs=None, remaining_samples=None)],
+            sources=[
+                source_stats(0, alias='odd "alias"\n\\'),
+                source_stats(1, epochs=None, remaining_samples=None),
+            ],
             ranks=[rank_stats(0, state="finished", last_heard_s=None)],
         )
     )
@@ -85,12 +88,26 @@ def test_every_metric_equals_the_stats(service: MemoryService) -> None:
     found = scrape(service)
     for run in service.runs.values():
         of_run = {"run": run.run, "stream": run.stream}
-        rows: list[tuple[Any, dict[str, Any], Any]] = [(metric, {}, run) for metric in metric_tables.RUN_METRICS]
-        rows += [(m, {}, service.measures[run.run]) for m in metric_tables.MEASURE_METRICS if m.is_counter]
-        rows += [(m, {"source": source.alias}, source) for m in metric_tables.SOURCE_METRICS for source in run.sources]
-        rows += [(m, {"rank": rank.rank}, rank) for m in metric_tables.RANK_METRICS for rank in run.ranks]
+        rows: list[tuple[Any, dict[str, Any], Any]] = [
+            (metric, {}, run) for metric in metric_tables.RUN_METRICS
+        ]
+        rows += [
+            (m, {}, service.measures[run.run])
+            for m in metric_tables.MEASURE_METRICS
+            if m.is_counter
+        ]
+        rows += [
+            (m, {"source": source.alias}, source)
+            for m in metric_tables.SOURCE_METRICS
+            for source in run.sources
+        ]
+        rows += [
+            (m, {"rank": rank.rank}, rank) for m in metric_tables.RANK_METRICS for rank in run.ranks
+        ]
         for metric, own, row in rows:
-            own |= {label: metric_tables.value_of(row, field) for label, field in metric.labels.items()}
+            own |= {
+                label: metric_tables.value_of(row, field) for label, field in metric.labels.items()
+            }
             rewinds = metric.is_counter and metric not in metric_tables.MEASURE_METRICS
             generation = {"generation": run.generation} if rewinds else {}
             value = found.get(metric.name, {}).get(labels(**of_run, **own, **generation))
@@ -107,7 +124,10 @@ def test_what_a_server_measures_is_counted_in_buckets_and_by_label(service: Memo
         service.rpc_errors.add("Stream", "FAILED_PRECONDITION", "Fenced")
     found, run = scrape(service), {"run": "wiki", "stream": "train"}
     buckets = found["tokenloom_commit_duration_seconds_bucket"]
-    at_most = {bound: buckets[labels(**run, le=bound)] for bound in ("0.001", "0.0025", "0.005", "5.0", "+Inf")}
+    at_most = {
+        bound: buckets[labels(**run, le=bound)]
+        for bound in ("0.001", "0.0025", "0.005", "5.0", "+Inf")
+    }
     assert at_most == {"0.001": 1, "0.0025": 1, "0.005": 2, "5.0": 2, "+Inf": 3}
     assert found["tokenloom_commit_duration_seconds_sum"][labels(**run)] == pytest.approx(60.005)
     assert found["tokenloom_commit_duration_seconds_count"][labels(**run)] == 3
@@ -120,19 +140,27 @@ def test_what_a_server_measures_is_counted_in_buckets_and_by_label(service: Memo
 def test_promtool_has_nothing_to_say_of_the_metrics(service: MemoryService) -> None:
     scrape(service)
     service.rpc_errors.add("Join", "UNAVAILABLE", "NotLeader")
-    text = generate_latest(metrics.create_registry(service, version="1", access=ACCESS, folder=RUNS_DIR))
-    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    text = generate_latest(
+        metrics.create_registry(service, version="1", access=ACCESS, folder=RUNS_DIR)
+    )
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, check=False
+    )
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
 
 
-def test_when_a_source_ends_follows_from_what_is_left_its_share_and_the_rate(service: MemoryService) -> None:
+def test_when_a_source_ends_follows_from_what_is_left_its_share_and_the_rate(
+    service: MemoryService,
+) -> None:
     source = source_stats(0, alias="code", remaining_samples=1000, target_share=0.25)
     others = [
         source_stats(1, target_share=0.0),
         source_stats(2, exhausted=True),
         source_stats(3, remaining_samples=None),
     ]
-    service.put(run_stats("wiki", sources=[source, *others], tokens_per_s=512.0, sequence_length=512))
+    service.put(
+        run_stats("wiki", sources=[source, *others], tokens_per_s=512.0, sequence_length=512)
+    )
     service.put(run_stats("code", tokens_per_s=0.0))
     ends = scrape(service)["tokenloom_source_ends_in_seconds"]
     assert ends == {labels(run="wiki", stream="train", source="code"): 4000}
@@ -140,9 +168,14 @@ def test_when_a_source_ends_follows_from_what_is_left_its_share_and_the_rate(ser
 
 def test_what_is_waited_for_is_a_series_for_each_reason() -> None:
     service = MemoryService()
-    service.put(run_stats("wiki", waiting_for="storage: s3://bucket/a (for 3 s)", waiting_reason="storage"))
+    service.put(
+        run_stats("wiki", waiting_for="storage: s3://bucket/a (for 3 s)", waiting_reason="storage")
+    )
     waits = scrape(service)["tokenloom_waiting"]
-    reasons = {reason: waits[labels(run="wiki", stream="train", reason=reason)] for reason in get_args(WaitReason)}
+    reasons = {
+        reason: waits[labels(run="wiki", stream="train", reason=reason)]
+        for reason in get_args(WaitReason)
+    }
     assert reasons == {"ranks": 0, "storage": 1, "readers": 0, "ledger": 0, "lease": 0, "rows": 0}
     service.put(run_stats("wiki"))
     assert set(scrape(service)["tokenloom_waiting"].values()) == {0}
@@ -153,13 +186,17 @@ def test_no_metric_is_exposed_that_the_tables_do_not_list(service: MemoryService
     service.snapshot("wiki", None, save=True)
     threads.faults().setdefault("producer", 0)  # as where one has begun
     listed = {metric.name for _, table in metric_tables.TABLES for metric in table}
-    parts = {f"{name}_{part}" for name in listed if name.endswith("_duration_seconds") for part in PARTS}
+    parts = {
+        f"{name}_{part}" for name in listed if name.endswith("_duration_seconds") for part in PARTS
+    }
     exposed = {name for name in scrape(service) if not name.startswith("process_")}
     assert exposed == {name for name in listed if not name.endswith("_duration_seconds")} | parts
 
 
 def test_the_page_says_how_many_series_there_are(service: MemoryService) -> None:
-    service.put(run_stats(reported=report_stats(), sources=[source_stats(loss=2.5)], ranks=[rank_stats()]))
+    service.put(
+        run_stats(reported=report_stats(), sources=[source_stats(loss=2.5)], ranks=[rank_stats()])
+    )
     service.snapshot("wiki-and-code", None, save=True)
     levels = {"server": 0, "run": 0, "source": 0, "rank": 0}
     for name, series in scrape(service).items():
@@ -167,13 +204,17 @@ def test_the_page_says_how_many_series_there_are(service: MemoryService) -> None
         for key in [] if name.startswith(("process_", "tokenloom_thread_")) else series:
             names = dict(key)
             if names.get("run") in (None, "wiki-and-code"):
-                levels[next((level for level in ("rank", "source", "run") if level in names), "server")] += 1
+                levels[
+                    next((level for level in ("rank", "source", "run") if level in names), "server")
+                ] += 1
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     stated = re.search(r"`(\d+) \+ (\d+) R \+ (\d+) S \+ (\d+) W`", page)
     assert stated is not None
     limits = [*map(int, stated.groups())]
     levels["server"] += 6  # of the process
-    assert all(limit / 1.5 < count <= limit for count, limit in zip(levels.values(), limits, strict=True)), levels
+    assert all(
+        limit / 1.5 < count <= limit for count, limit in zip(levels.values(), limits, strict=True)
+    ), levels
 
 
 def test_what_is_not_known_is_left_out(service: MemoryService) -> None:
@@ -182,10 +223,14 @@ def test_what_is_not_known_is_left_out(service: MemoryService) -> None:
     assert source in found["tokenloom_source_epoch"]
     assert source not in found["tokenloom_source_epochs_allowed"]
     assert source not in found["tokenloom_source_remaining_samples"]
-    assert labels(run="code", stream="train", rank=0) not in found["tokenloom_rank_last_heard_seconds"]
+    assert (
+        labels(run="code", stream="train", rank=0) not in found["tokenloom_rank_last_heard_seconds"]
+    )
 
 
-def test_a_new_generation_is_a_new_series_so_that_a_restore_is_no_reset(service: MemoryService) -> None:
+def test_a_new_generation_is_a_new_series_so_that_a_restore_is_no_reset(
+    service: MemoryService,
+) -> None:
     service.put(run_stats("wiki", generation=4, total_tokens=512))
     tokens = scrape(service)["tokenloom_committed_tokens_total"]
     assert {key: value for key, value in tokens.items() if ("run", "wiki") in key} == {
@@ -214,4 +259,6 @@ def test_without_runs_the_server_still_answers_for_itself() -> None:
 def test_the_global_registry_stays_untouched(service: MemoryService) -> None:
     metrics.create_registry(service, version="1", access=ACCESS, folder=RUNS_DIR)
     metrics.create_registry(service, version="1", access=ACCESS, folder=RUNS_DIR)
-    assert not [family.name for family in REGISTRY.collect() if family.name.startswith("tokenloom_")]
+    assert not [
+        family.name for family in REGISTRY.collect() if family.name.startswith("tokenloom_")
+    ]

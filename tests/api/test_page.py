@@ -33,7 +33,11 @@ LEDGER_AWAY = LedgerStats(
 
 #: Those that this project writes itself; the others are libraries.
 URLS = {url for url, _, _ in page_files()}
-OWN_FILES = [url.removeprefix("/page/") for url in sorted(URLS) if url.endswith((".js", ".css")) and "uplot" not in url]
+OWN_FILES = [
+    url.removeprefix("/page/")
+    for url in sorted(URLS)
+    if url.endswith((".js", ".css")) and "uplot" not in url
+]
 
 
 def content(name: str) -> str:
@@ -59,7 +63,9 @@ def test_the_scripts_write_texts_only_as_text() -> None:
 
 
 def test_what_the_scripts_import_is_served() -> None:
-    imported = {name for file in OWN_FILES for name in re.findall(r'from "\./([^"]+)"', content(file))}
+    imported = {
+        name for file in OWN_FILES for name in re.findall(r'from "\./([^"]+)"', content(file))
+    }
     assert imported and {f"/page/{name}" for name in imported} <= URLS
 
 
@@ -99,10 +105,16 @@ def test_a_warning_is_shown_while_the_run_goes_on(page: Page, service: MemorySer
 
 
 @pytest.mark.browser
-def test_a_mixture_that_is_not_served_is_said_on_every_view(page: Page, service: MemoryService) -> None:
+def test_a_mixture_that_is_not_served_is_said_on_every_view(
+    page: Page, service: MemoryService
+) -> None:
     origin = MixtureOrigin.of_file(Path("/srv/runs/<b>.yaml"), None)
-    service.broken.append(RunProblem("<b>", origin, ConfigError("mixture: <i>is missing</i>\n" * 100)))
-    expect(page.locator('[data-slot="runs"]')).to_contain_text("ConfigError: mixture: <i>is missing</i>")
+    service.broken.append(
+        RunProblem("<b>", origin, ConfigError("mixture: <i>is missing</i>\n" * 100))
+    )
+    expect(page.locator('[data-slot="runs"]')).to_contain_text(
+        "ConfigError: mixture: <i>is missing</i>"
+    )
     expect(page.locator("#broken")).to_be_hidden()
     page.get_by_role("link", name=RUN).click()
     expect(page.locator("#broken")).to_have_text("<b> is not served: mixture: <i>is missing</i>")
@@ -110,9 +122,13 @@ def test_a_mixture_that_is_not_served_is_said_on_every_view(page: Page, service:
     expect(page.locator("#broken")).to_be_hidden()
 
 
-def test_the_revision_in_force_and_the_next_one_are_shown(page: Page, service: MemoryService) -> None:
+def test_the_revision_in_force_and_the_next_one_are_shown(
+    page: Page, service: MemoryService
+) -> None:
     open_tab(page, "Mixture")
-    expect(page.get_by_text("Revision 1 in force; revision 2 from sample 8,192 on, in about 26 s")).to_be_visible()
+    expect(
+        page.get_by_text("Revision 1 in force; revision 2 from sample 8,192 on, in about 26 s")
+    ).to_be_visible()
     service.put(run_stats(RUN, revision=0, next_revision=None))
     expect(page.get_by_text("in force")).to_have_count(0)
 
@@ -124,8 +140,12 @@ def test_pins_and_skips_are_shown(page: Page, service: MemoryService) -> None:
     expect(page.get_by_text("for the next launch")).to_have_count(0)
     pin = {"sample_index": 1280, "digest": "0" * 32, "skips": {96: 12, 1280: 2048}}
     service.put(run_stats(RUN, skips={}, pin=pin))
-    pinned = "A restore pinned sample 1,280 for the next launch; from then on the order passes over "
-    expect(page.get_by_text(f"{pinned}12 samples at sample 96, 2,048 samples at sample 1,280.")).to_be_visible()
+    pinned = (
+        "A restore pinned sample 1,280 for the next launch; from then on the order passes over "
+    )
+    expect(
+        page.get_by_text(f"{pinned}12 samples at sample 96, 2,048 samples at sample 1,280.")
+    ).to_be_visible()
     expect(page.locator('[data-text="skips"]')).to_be_hidden()
     service.put(run_stats(RUN, pin=pin | {"skips": {}}))
     expect(page.get_by_text(f"{pinned}nothing.")).to_be_visible()
@@ -150,13 +170,39 @@ def test_the_button_takes_a_snapshot_and_links_to_its_exact_bytes(
 def test_one_look_tells_slow_gpus_from_slow_data(page: Page, service: MemoryService) -> None:
     pill, note = page.locator("article .pill"), page.locator("article header .note").first
     for share, waiting, state, words, told in (
-        (0.02, ("rank 1 to go on", "ranks"), "good", "Running", "samples are ready; waiting for rank 1 to go on"),
-        (0.63, ("samples to be read", "rows"), "warn", "The data is slow", "waiting for samples to be read"),
-        (0.02, ("storage: s3://a", "storage"), "warn", "Waiting for storage", "waiting for storage: s3://a"),
-        (0.02, ("readers: rows", "readers"), "warn", "Waiting for readers", "waiting for readers: rows"),
+        (
+            0.02,
+            ("rank 1 to go on", "ranks"),
+            "good",
+            "Running",
+            "samples are ready; waiting for rank 1 to go on",
+        ),
+        (
+            0.63,
+            ("samples to be read", "rows"),
+            "warn",
+            "The data is slow",
+            "waiting for samples to be read",
+        ),
+        (
+            0.02,
+            ("storage: s3://a", "storage"),
+            "warn",
+            "Waiting for storage",
+            "waiting for storage: s3://a",
+        ),
+        (
+            0.02,
+            ("readers: rows", "readers"),
+            "warn",
+            "Waiting for readers",
+            "waiting for readers: rows",
+        ),
         (None, ("", None), "good", "Running", ""),
     ):
-        service.put(run_stats(RUN, data_wait_share=share, waiting_for=waiting[0], waiting_reason=waiting[1]))
+        service.put(
+            run_stats(RUN, data_wait_share=share, waiting_for=waiting[0], waiting_reason=waiting[1])
+        )
         if share is not None:
             pace = f"{'the data' if share > 0.5 else 'training'} sets the pace"
             waited = f"{share:.0%}".replace("%", "\u00a0%")
@@ -194,7 +240,9 @@ def test_a_plan_that_cannot_be_drawn_says_what_to_install_beside_its_link(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     url = page.url
     page.get_by_role("link", name="Plan").click()
-    expect(page.get_by_role("alert").filter(has_text="pip install 'tokenloom[plot]'")).to_be_visible()
+    expect(
+        page.get_by_role("alert").filter(has_text="pip install 'tokenloom[plot]'")
+    ).to_be_visible()
     expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
     assert page.url == url
 
@@ -218,17 +266,23 @@ def test_a_server_that_goes_away_is_said_clearly_and_its_return_too(page: Page) 
     try:
         page.get_by_role("button", name="Try now").click()
         expect(page.get_by_text("77", exact=True)).to_be_visible()
-        expect(page.get_by_role("alert").filter(has_text="The server does not answer.")).to_be_hidden()
+        expect(
+            page.get_by_role("alert").filter(has_text="The server does not answer.")
+        ).to_be_hidden()
     finally:
         page.goto("about:blank")
         again.stop(timeout=2)
 
 
 @pytest.mark.browser
-def test_figures_that_cannot_be_read_are_marked_as_old_with_the_reason(page: Page, service: MemoryService) -> None:
+def test_figures_that_cannot_be_read_are_marked_as_old_with_the_reason(
+    page: Page, service: MemoryService
+) -> None:
     expect(page.get_by_role("heading", name=RUN)).to_be_visible()
     service.fault = LedgerUnavailable("redis://host:6379 refused the connection")
-    expect(page.get_by_text("These figures cannot be read now: redis://host:6379 refused")).to_be_visible()
+    expect(
+        page.get_by_text("These figures cannot be read now: redis://host:6379 refused")
+    ).to_be_visible()
     expect(page.locator("article.run.stale")).to_be_visible()
     service.fault = None
     expect(page.get_by_text("These figures cannot be read now")).to_be_hidden()
@@ -244,9 +298,21 @@ def test_what_is_wrong_with_a_run_is_said_beside_its_name(
     finished = [rank_stats(0, state="finished"), rank_stats(1, state="finished")]
     rank_missing = {"ranks": missing, "world_size": 2, "batch_size": 8, "waiting_for": "rank 1"}
     for name, figures, words in (
-        ("ledger-away", {"ledger": LEDGER_AWAY}, ["The ledger is away: connection refused", "99\u00a0s ago"]),
-        ("stopped", {"error": "source 'code' changed"}, ["The run has stopped: source 'code' changed"]),
-        ("ended", {"ended": "every source is exhausted"}, ["The data has ended: every source is exhausted"]),
+        (
+            "ledger-away",
+            {"ledger": LEDGER_AWAY},
+            ["The ledger is away: connection refused", "99\u00a0s ago"],
+        ),
+        (
+            "stopped",
+            {"error": "source 'code' changed"},
+            ["The run has stopped: source 'code' changed"],
+        ),
+        (
+            "ended",
+            {"ended": "every source is exhausted"},
+            ["The data has ended: every source is exhausted"],
+        ),
         ("rank-missing", rank_missing, ["1 of 2 ranks connected", "waiting for rank 1"]),
         ("done", {"ranks": finished}, ["All ranks finished"]),
         ("begins", {"ranks": [], "generation": 0, "opening": True}, ["Is being opened"]),
@@ -264,7 +330,14 @@ def test_what_is_wrong_with_a_run_is_said_beside_its_name(
 def test_a_newcomer_gets_three_lines_with_the_address(page: Page, service: MemoryService) -> None:
     service.put(
         run_stats(
-            RUN, generation=0, world_size=0, batch_size=0, sample_index=0, produced_index=0, total_tokens=0, ranks=[]
+            RUN,
+            generation=0,
+            world_size=0,
+            batch_size=0,
+            sample_index=0,
+            produced_index=0,
+            total_tokens=0,
+            ranks=[],
         )
     )
     lines = page.get_by_text(f'RemoteDataset("grpc://127.0.0.1:50051/{RUN}", batch_size=4)')
@@ -272,4 +345,6 @@ def test_a_newcomer_gets_three_lines_with_the_address(page: Page, service: Memor
     assert len(lines.inner_text().splitlines()) == 3
     service.runs.clear()
     expect(page.get_by_role("heading", name="No run is served yet")).to_be_visible()
-    expect(page.get_by_text('RemoteDataset("grpc://127.0.0.1:50051/RUN", batch_size=4)')).to_be_visible()
+    expect(
+        page.get_by_text('RemoteDataset("grpc://127.0.0.1:50051/RUN", batch_size=4)')
+    ).to_be_visible()

@@ -26,7 +26,9 @@ def address() -> Iterator[tuple[str, MemoryService]]:
 
 
 @pytest.fixture
-def guarded(browser: Browser, address: tuple[str, MemoryService]) -> Iterator[tuple[Page, MemoryService]]:
+def guarded(
+    browser: Browser, address: tuple[str, MemoryService]
+) -> Iterator[tuple[Page, MemoryService]]:
     """As somebody opens it for the first time."""
     with opened(browser, address[0], 401, 403) as page:
         yield page, address[1]
@@ -71,7 +73,9 @@ def test_where_a_token_is_wanted_the_page_asks_for_it_and_keeps_it_in_the_tab(
 
 
 @pytest.mark.browser
-def test_a_token_in_the_address_is_taken_out_at_once_and_kept_in_the_tab(guarded: tuple[Page, MemoryService]) -> None:
+def test_a_token_in_the_address_is_taken_out_at_once_and_kept_in_the_tab(
+    guarded: tuple[Page, MemoryService],
+) -> None:
     page, _ = guarded
     url = page.url
     # First in a tab that is open, then as somebody follows the link of the server's log.
@@ -80,13 +84,18 @@ def test_a_token_in_the_address_is_taken_out_at_once_and_kept_in_the_tab(guarded
         page.goto(f"{url}#token={READ}")
         expect(page.get_by_role("heading", name=RUN)).to_be_visible()
         expect(page).to_have_url(url)
-        assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage)]") == [[READ], []]
+        assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage)]") == [
+            [READ],
+            [],
+        ]
         page.get_by_role("button", name="Forget the token").click()
         expect(page.get_by_label("Token")).to_be_visible()
 
 
 @pytest.mark.browser
-def test_a_token_that_comes_while_the_server_is_asked_without_one_is_tried(guarded: tuple[Page, MemoryService]) -> None:
+def test_a_token_that_comes_while_the_server_is_asked_without_one_is_tried(
+    guarded: tuple[Page, MemoryService],
+) -> None:
     page, _ = guarded
     url = page.url
     asked: list[Route] = []
@@ -107,7 +116,9 @@ def test_a_token_that_comes_while_the_server_is_asked_without_one_is_tried(guard
 
 
 @pytest.mark.browser
-def test_links_bring_the_token_and_give_the_exact_bytes(guarded: tuple[Page, MemoryService]) -> None:
+def test_links_bring_the_token_and_give_the_exact_bytes(
+    guarded: tuple[Page, MemoryService],
+) -> None:
     page, service = guarded
     service.snapshot(RUN, 4096, save=True)
     enter(page, READ)

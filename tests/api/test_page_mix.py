@@ -28,12 +28,18 @@ def mix(window: Page, lived: tuple[ServedRun, str]) -> Iterator[Page]:
 
 def keys(page: Page) -> list[list[str]]:
     """Of each source: its name, its share and what was planned, as the chart's legend shows them."""
-    shown = page.get_by_role("list", name="Shares of the sources").get_by_role("listitem").all_inner_texts()
+    shown = (
+        page.get_by_role("list", name="Shares of the sources")
+        .get_by_role("listitem")
+        .all_inner_texts()
+    )
     return [key.replace("\u00a0", " ").split("\n") for key in shown]
 
 
 @pytest.mark.browser
-def test_the_chart_says_shares_and_plan_of_any_point(mix: Page, lived: tuple[ServedRun, str]) -> None:
+def test_the_chart_says_shares_and_plan_of_any_point(
+    mix: Page, lived: tuple[ServedRun, str]
+) -> None:
     history = lived[0].history.read(0, 1e12, 100)
     chart = mix.locator('[data-slot="chart"]')
     assert [key[0] for key in keys(mix)] == ["web", "code", "wiki", "books", "math"]
@@ -45,7 +51,9 @@ def test_the_chart_says_shares_and_plan_of_any_point(mix: Page, lived: tuple[Ser
     chart.focus()
     for _ in range(3):
         chart.press("ArrowLeft")
-    expect(mix.locator('[data-text="place"]')).to_contain_text(f"generation {history.generation[-3]}, 4 ranks")
+    expect(mix.locator('[data-text="place"]')).to_contain_text(
+        f"generation {history.generation[-3]}, 4 ranks"
+    )
     assert not history.rewound[-1] and any(history.rewound)
     # As a table, for whoever does not see the chart.
     mix.get_by_text("As a table").click()
@@ -76,7 +84,10 @@ def test_a_zoom_stands_in_the_address(mix: Page) -> None:
     chart.press("+")
     assert "from=" in mix.url
     # Ranges of which a chart would draw ticks without end.
-    for span in ("from=1&to=1.0000000000001", "over=time&from=9007199254740990&to=9007199254740991"):
+    for span in (
+        "from=1&to=1.0000000000001",
+        "over=time&from=9007199254740990&to=9007199254740991",
+    ):
         mix.goto(f"{zoomed.partition('?')[0]}?{span}")
         expect(mix.get_by_text("Now at")).to_be_visible()
         assert mix.evaluate("1 + 1") == 2
@@ -85,7 +96,9 @@ def test_a_zoom_stands_in_the_address(mix: Page) -> None:
 
 
 @pytest.mark.browser
-def test_events_are_listed_by_kind_and_lead_to_their_place_in_the_mix(mix: Page, lived: tuple[ServedRun, str]) -> None:
+def test_events_are_listed_by_kind_and_lead_to_their_place_in_the_mix(
+    mix: Page, lived: tuple[ServedRun, str]
+) -> None:
     open_tab(mix, "Events")
     rows = mix.locator("table.events tbody tr")
     expect(rows.first).to_be_visible()
@@ -109,7 +122,9 @@ def test_events_are_listed_by_kind_and_lead_to_their_place_in_the_mix(mix: Page,
 @pytest.mark.browser
 def test_the_losses_of_the_history_outlast_the_server(mix: Page) -> None:
     open_tab(mix, "Sources")
-    expect(source_row(mix, "math").locator("polyline")).to_have_attribute("points", re.compile(r"^0\.0,"))
+    expect(source_row(mix, "math").locator("polyline")).to_have_attribute(
+        "points", re.compile(r"^0\.0,")
+    )
     keys = mix.get_by_role("list", name="Losses of the sources").get_by_role("listitem")
     expect(keys).to_have_count(1 + 5)
 
@@ -119,7 +134,9 @@ def test_of_many_sources_the_smaller_ones_are_one_band_and_hostile_texts_are_tex
     page: Page, service: MemoryService, server: RestServer
 ) -> None:
     texts = [text.partition("\ud83d")[0] for text in TEXTS]
-    aliases = {f"{number} {texts[number % len(texts)]}": [number, 100 + number] for number in range(48)}
+    aliases = {
+        f"{number} {texts[number % len(texts)]}": [number, 100 + number] for number in range(48)
+    }
     service.histories[RUN] = run_history(RUN, points=2, **aliases)
     service.happened[RUN] = [
         run_event(number, text=text, author=text, kind="audit") for number, text in enumerate(texts)
@@ -134,7 +151,9 @@ def test_of_many_sources_the_smaller_ones_are_one_band_and_hostile_texts_are_tex
 
 
 @pytest.mark.browser
-def test_where_all_points_were_taken_back_the_page_goes_on(page: Page, service: MemoryService) -> None:
+def test_where_all_points_were_taken_back_the_page_goes_on(
+    page: Page, service: MemoryService
+) -> None:
     history = run_history(RUN, points=3, code=[1, 2, 3]).model_copy(update={"rewound": [True] * 3})
     service.histories[RUN] = history
     page.reload()
@@ -143,7 +162,9 @@ def test_where_all_points_were_taken_back_the_page_goes_on(page: Page, service: 
 
 
 @pytest.mark.browser
-def test_whoever_left_a_run_before_it_came_stays_elsewhere(page: Page, service: MemoryService) -> None:
+def test_whoever_left_a_run_before_it_came_stays_elsewhere(
+    page: Page, service: MemoryService
+) -> None:
     service.put(run_stats("other"))
     stats = f"**/v1/runs/{RUN}/stats"
     page.goto(f"{page.url.partition('#')[0]}#/")

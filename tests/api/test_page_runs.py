@@ -17,16 +17,30 @@ COUNT_CHANGES = """milliseconds => new Promise(resolve => {
 
 
 @pytest.mark.browser
-def test_what_is_wrong_comes_first_and_each_run_is_one_click_away(page: Page, service: MemoryService) -> None:
-    left = [source_stats(0, remaining_samples=100_000), source_stats(1, exhausted=True, target_share=0.0)]
+def test_what_is_wrong_comes_first_and_each_run_is_one_click_away(
+    page: Page, service: MemoryService
+) -> None:
+    left = [
+        source_stats(0, remaining_samples=100_000),
+        source_stats(1, exhausted=True, target_share=0.0),
+    ]
     service.put(run_stats(RUN, sequence_length=1000, tokens_per_s=1e6, sources=left))
     service.put(run_stats("stopped", error="SourceChanged: source 'code' changed"))
     service.put(run_stats("endless", sources=[source_stats(0, remaining_samples=None)]))
-    service.put(run_stats("one-away", ranks=[rank_stats(0), rank_stats(1, state="away")], waiting_for="rank 1"))
+    service.put(
+        run_stats(
+            "one-away", ranks=[rank_stats(0), rank_stats(1, state="away")], waiting_for="rank 1"
+        )
+    )
     rows = page.locator("table.runs tbody tr")
     expect(rows).to_have_count(4)
     expect(page.get_by_text("4 on this server; 2 to look at")).to_be_visible()
-    assert [row.split()[0] for row in rows.all_inner_texts()] == ["stopped", "one-away", "endless", RUN]
+    assert [row.split()[0] for row in rows.all_inner_texts()] == [
+        "stopped",
+        "one-away",
+        "endless",
+        RUN,
+    ]
     expect(rows.nth(0)).to_contain_text("SourceChanged: source 'code' changed")
     expect(rows.nth(1).locator("td")).to_contain_text(
         ["1 of 2 ranks connected", "", "", "", "1 of 2", "waiting for rank 1"]
@@ -50,4 +64,6 @@ def test_of_64_runs_a_poll_changes_only_what_is_new(page: Page, service: MemoryS
     changes = page.evaluate(COUNT_CHANGES, 2500)
     expect(rows.nth(7)).to_contain_text("123\u00a0M")
     assert 0 < changes < 10
-    assert {url.rsplit("/", 1)[1] for url in asked} == {"runs", "summaries"}, "one answer for all runs"
+    assert {url.rsplit("/", 1)[1] for url in asked} == {"runs", "summaries"}, (
+        "one answer for all runs"
+    )

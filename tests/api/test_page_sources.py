@@ -27,9 +27,18 @@ def test_shares_are_shown_and_follow_the_service(page: Page, service: MemoryServ
     assert cell(page, "prose", "So far") == "50.0 %"
     assert cell(page, "code", "Tokens") == "1.05 M"
     bar = page.locator("table.mix tbody tr").first.locator('[data-slot="actual"]')
-    assert bar.evaluate("bar => bar.style.width") == "100%"  # of a scale that ends at the greatest share
+    assert (
+        bar.evaluate("bar => bar.style.width") == "100%"
+    )  # of a scale that ends at the greatest share
     sources = [
-        source_stats(0, alias="code", actual_share=0.75, tokens=12_345_678_901, epochs=None, remaining_samples=None),
+        source_stats(
+            0,
+            alias="code",
+            actual_share=0.75,
+            tokens=12_345_678_901,
+            epochs=None,
+            remaining_samples=None,
+        ),
         source_stats(1, alias="prose", actual_share=0.25, exhausted=True, dropped_tokens=311),
     ]
     service.put(run_stats(RUN, sample_index=1_234_567, produced_index=1_234_600, sources=sources))
@@ -40,7 +49,9 @@ def test_shares_are_shown_and_follow_the_service(page: Page, service: MemoryServ
     assert cell(page, "code", "Epochs") == "0.42 of ∞"
     assert cell(page, "code", "Samples left") == "–"
     assert cell(page, "prose", "Samples left") == "0"
-    expect(page.get_by_text("exhausted", exact=True)).to_have_attribute("title", "311 tokens filled no sample")
+    expect(page.get_by_text("exhausted", exact=True)).to_have_attribute(
+        "title", "311 tokens filled no sample"
+    )
 
 
 @pytest.mark.browser
@@ -66,7 +77,13 @@ def test_rows_that_gave_no_tokens_padding_and_documents_that_were_cut_are_told(
     open_tab(page, "Sources")
     expect(page.get_by_text("bad rows")).to_have_count(0)
     left_out = {"bad_rows": 1234, "filtered_rows": 5, "excluded_rows": 12}
-    packed = {"padding_tokens": 12, "cut_documents": 7, "lost_tokens": 1234, "fill_rate": 0.994, "cut_rate": 0.012}
+    packed = {
+        "padding_tokens": 12,
+        "cut_documents": 7,
+        "lost_tokens": 1234,
+        "fill_rate": 0.994,
+        "cut_rate": 0.012,
+    }
     service.put(run_stats(RUN, sources=[source_stats(0, **left_out, **packed)]))
     expect(page.get_by_text("1,234 bad rows", exact=True)).to_be_visible()
     title = "1,311; 1,234 did not decode; 5 did not pass the filter, or are blank lines; 12 of each epoch are left out"
@@ -84,7 +101,10 @@ def test_losses_stand_beside_the_shares_with_a_curve_for_each_source(
     expect(page.get_by_role("rowheader", name="code")).to_be_visible()
     expect(heading).to_be_hidden()
     expect(page.get_by_text("Losses of step")).to_be_hidden()
-    sources = [source_stats(0, alias="code", loss=2.34567, last_loss=2.5), source_stats(1, alias="prose")]
+    sources = [
+        source_stats(0, alias="code", loss=2.34567, last_loss=2.5),
+        source_stats(1, alias="prose"),
+    ]
     service.put(run_stats(RUN, sources=sources, reported=report_stats(step=512)))
     history = run_history(RUN, points=4, code=[1, 2, 3, 4], prose=[1, 2, 3, 4])
     code, prose = history.sources
@@ -97,7 +117,9 @@ def test_losses_stand_beside_the_shares_with_a_curve_for_each_source(
     assert cell(page, "prose", "Loss") == "–"
     expect(page.get_by_title("smoothed; 2.500 in the last report")).to_be_visible()
     expect(
-        page.get_by_text("Losses of step 512, sample 4,096, 1.5 s ago; 3.250 over all; learning rate 6.00e-4")
+        page.get_by_text(
+            "Losses of step 512, sample 4,096, 1.5 s ago; 3.250 over all; learning rate 6.00e-4"
+        )
     ).to_be_visible()
     # From left to right by tokens, the greatest at the top; where nothing was measured the line goes on.
     curves = page.locator("table.mix tbody polyline")
@@ -117,7 +139,9 @@ def test_two_hundred_sources_are_sorted_and_filtered_by_what_the_address_says(
     page: Page, service: MemoryService, server: RestServer
 ) -> None:
     sources = [
-        source_stats(i, alias=f"part-{i:03}", tokens=(i * 37) % 200, remaining_samples=None if i % 2 else i)
+        source_stats(
+            i, alias=f"part-{i:03}", tokens=(i * 37) % 200, remaining_samples=None if i % 2 else i
+        )
         for i in range(200)
     ]
     service.put(run_stats(RUN, sources=sources))
@@ -125,7 +149,9 @@ def test_two_hundred_sources_are_sorted_and_filtered_by_what_the_address_says(
     rows = page.locator("table.mix tbody tr")
     expect(rows).to_have_count(200)
     page.get_by_role("button", name="Tokens", exact=True).press("Enter")
-    expect(page.get_by_role("columnheader", name="Tokens")).to_have_attribute("aria-sort", "descending")
+    expect(page.get_by_role("columnheader", name="Tokens")).to_have_attribute(
+        "aria-sort", "descending"
+    )
     most = max(sources, key=lambda source: source.tokens)
     expect(rows.first).to_contain_text(most.alias)
     page.get_by_role("button", name="Tokens", exact=True).click()
@@ -142,9 +168,16 @@ def test_two_hundred_sources_are_sorted_and_filtered_by_what_the_address_says(
 
 
 @pytest.mark.browser
-def test_shares_in_force_as_expected_and_of_the_last_window_are_told_apart(page: Page, service: MemoryService) -> None:
+def test_shares_in_force_as_expected_and_of_the_last_window_are_told_apart(
+    page: Page, service: MemoryService
+) -> None:
     open_tab(page, "Sources")
-    figures = {"target_share": 0.2, "expected_share": 0.4, "actual_share": 0.41, "window_share": None}
+    figures = {
+        "target_share": 0.2,
+        "expected_share": 0.4,
+        "actual_share": 0.41,
+        "window_share": None,
+    }
     service.put(run_stats(RUN, sources=[source_stats(0, alias="code", **figures)]))
     row = page.get_by_role("row").filter(has_text="code")
     expect(row.get_by_role("cell").nth(1)).to_have_text("20.0\u00a0%")

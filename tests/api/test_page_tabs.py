@@ -39,8 +39,12 @@ class Real(NamedTuple):
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
     folder = write_corpus(tmp_path_factory.mktemp("corpus"))
     texts = [text.partition("\ud83d")[0] + MARKUP for text in TEXTS] * 8
-    (folder / "data/web.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    document = flat([WEB, PROSE, DOCS], sequence_length=64, mask_boundaries=True, window_micro_steps=4)
+    (folder / "data/web.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
+    document = flat(
+        [WEB, PROSE, DOCS], sequence_length=64, mask_boundaries=True, window_micro_steps=4
+    )
     for child, alias in zip(document["mixture"]["children"], ("web", "prose", "docs"), strict=True):
         child |= {"alias": alias, "epochs": 40}
     with pytest.MonkeyPatch.context() as patch:
@@ -63,25 +67,43 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
 # Samples
 
 
-def test_samples_are_shown_as_the_model_saw_them_each_at_its_address(window: Page, real: Real) -> None:
+def test_samples_are_shown_as_the_model_saw_them_each_at_its_address(
+    window: Page, real: Real
+) -> None:
     at = f"{real.url}/#/run/test/samples"
     web = next(i for i in range(5, 60) if real.trainer.taken()[i].source == 0)
     with watched(window, 416) as page:
         page.goto(f"{at}?index={web}")
         expect(page.get_by_role("heading", name=f"Sample {web}")).to_be_visible()
         sample = real.served.traces.sample(web, None, True)
-        shown = page.locator(".document-text").evaluate_all("all => all.map(each => each.textContent)")
+        shown = page.locator(".document-text").evaluate_all(
+            "all => all.map(each => each.textContent)"
+        )
         assert len(shown) == len(sample.documents) > 1
         whole = "".join(shown)
         assert MARKUP[5:] in whole and is_shown_as_it_is(whole, lines=True)
-        assert page.title() == "test · Tokenloom" and page.locator(".document-text img, .document-text b").count() == 0
+        assert (
+            page.title() == "test · Tokenloom"
+            and page.locator(".document-text img, .document-text b").count() == 0
+        )
         # Where a document begins, its first token is no label.
-        assert page.locator(".uncounted").count() == sum(each.position > 0 for each in sample.documents)
+        assert page.locator(".uncounted").count() == sum(
+            each.position > 0 for each in sample.documents
+        )
         row = page.locator(".sample-rows tbody tr").nth(1)
         second = sample.documents[1]
-        cells = ["2", second.shard, second.row, second.epoch, second.position, f"{second.begin} to {second.end - 1}"]
+        cells = [
+            "2",
+            second.shard,
+            second.row,
+            second.epoch,
+            second.position,
+            f"{second.begin} to {second.end - 1}",
+        ]
         assert row.locator("td").all_inner_texts() == [*map(str, cells), str(second.row_tokens)]
-        expect(page.get_by_text(f"generation 1, micro-step {web // 2}: place 0 of rank")).to_be_visible()
+        expect(
+            page.get_by_text(f"generation 1, micro-step {web // 2}: place 0 of rank")
+        ).to_be_visible()
         assert_fits(page, 360, 760, 1280, 3840)
 
         page.get_by_role("button", name="Next").click()
@@ -105,7 +127,9 @@ def test_samples_are_shown_as_the_model_saw_them_each_at_its_address(window: Pag
         page.get_by_role("spinbutton", name="Sample").fill("99999")
         page.get_by_role("button", name="Show", exact=True).click()
         expect(
-            page.get_by_role("alert").filter(has_text="sample 99999 of run 'test' was not delivered")
+            page.get_by_role("alert").filter(
+                has_text="sample 99999 of run 'test' was not delivered"
+            )
         ).to_be_visible()
         expect(page.locator(".sample")).to_be_hidden()
 
@@ -126,9 +150,14 @@ def test_a_long_sample_is_shown_as_far_as_a_page_can_and_ids_where_there_is_no_t
 # Ranks
 
 
-def test_each_of_512_ranks_has_a_cell_and_the_keyboard_reaches_them(page: Page, service: MemoryService) -> None:
+def test_each_of_512_ranks_has_a_cell_and_the_keyboard_reaches_them(
+    page: Page, service: MemoryService
+) -> None:
     lags = {3: 3 * 512, 200: 20 * 512}
-    ranks = [rank_stats(i, lag=lags.get(i, 0), state="away" if i == 511 else "connected") for i in range(512)]
+    ranks = [
+        rank_stats(i, lag=lags.get(i, 0), state="away" if i == 511 else "connected")
+        for i in range(512)
+    ]
     service.put(run_stats(RUN, world_size=512, batch_size=1, ranks=ranks))
     open_tab(page, "Ranks")
     expect(page.get_by_text("The 16 that lag most, of 512")).to_be_visible()
@@ -147,7 +176,9 @@ def test_each_of_512_ranks_has_a_cell_and_the_keyboard_reaches_them(page: Page, 
     expect(page.get_by_text("Rank 511: away")).to_be_visible()
     # What changes is written, and the cells stay.
     page.evaluate("document.querySelector('.cell').kept = true")
-    service.put(run_stats(RUN, world_size=512, batch_size=1, ranks=[rank_stats(i) for i in range(512)]))
+    service.put(
+        run_stats(RUN, world_size=512, batch_size=1, ranks=[rank_stats(i) for i in range(512)])
+    )
     expect(page.get_by_text("512 keeping up")).to_be_visible()
     assert page.evaluate("document.querySelector('.cell').kept")
     assert_fits(page, 360, 760, 1280, 3840)
@@ -193,11 +224,16 @@ def test_a_change_is_tried_with_the_token_for_reading_and_made_with_the_one_for_
         expect(dialog.get_by_text("the token is none of this server's")).to_be_visible()
         dialog.get_by_label("Token").fill(CONTROL)
         dialog.get_by_role("button", name="Go on").click()
-        expect(page.get_by_role("status").filter(has_text="Revision 1 holds from sample")).to_be_visible()
+        expect(
+            page.get_by_role("status").filter(has_text="Revision 1 holds from sample")
+        ).to_be_visible()
         expect(dialog).to_have_count(0)
         (made,) = real.served.coordinator.timeline.revisions
         assert (made.reason, made.author) == ("more web", "ada")
-        assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage)]") == [[READ], []]
+        assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage)]") == [
+            [READ],
+            [],
+        ]
 
         # It is to come, and is taken back.
         revision = page.locator(".revisions tbody tr")
@@ -205,7 +241,9 @@ def test_a_change_is_tried_with_the_token_for_reading_and_made_with_the_one_for_
         revision.get_by_role("button").click()
         revision.get_by_role("button", name="Take back").click()
         page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
-        expect(page.get_by_role("alert").filter(has_text="this call takes 'control'")).to_be_visible()
+        expect(
+            page.get_by_role("alert").filter(has_text="this call takes 'control'")
+        ).to_be_visible()
         revision.get_by_role("button").click()
         revision.get_by_role("button").click()
         page.get_by_role("dialog").get_by_label("Token").fill(CONTROL)
@@ -221,7 +259,9 @@ def test_a_field_that_cannot_be_is_refused_with_the_servers_words(window: Page, 
         page.get_by_role("button", name="Change …").click()
         page.get_by_label("Weight of web").fill("[[0, 1], [2")
         page.get_by_role("button", name="Dry run").click()
-        expect(page.get_by_role("alert").filter(has_text="A weight is a number, or a schedule as JSON")).to_be_visible()
+        expect(
+            page.get_by_role("alert").filter(has_text="A weight is a number, or a schedule as JSON")
+        ).to_be_visible()
         page.get_by_label("Weight of web").fill("-3")
         page.get_by_role("button", name="Dry run").click()
         expect(page.get_by_role("alert").filter(has_text="weight")).to_be_visible()

@@ -37,7 +37,10 @@ def serving(folder: Path, sequence_length: int) -> Iterator[tuple[ServedRun, str
         "vocab_size": 32,
         "end_of_text_id": 0,
         "sequence_length": sequence_length,
-        "mixture": {"policy": "least_consumed", "children": [{"source": "parquet:ids.parquet:ids"}]},
+        "mixture": {
+            "policy": "least_consumed",
+            "children": [{"source": "parquet:ids.parquet:ids"}],
+        },
     }
     path = folder / "ids.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
@@ -48,7 +51,10 @@ def serving(folder: Path, sequence_length: int) -> Iterator[tuple[ServedRun, str
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[ServedRun, DataLoaderStub]]:
     """A run of 126 samples, its server, and a way to it."""
-    pq.write_table(pa.table({"ids": [[n % 7 + 1, n // 7 + 1, 3] for n in range(126)]}), tmp_path / "ids.parquet")
+    pq.write_table(
+        pa.table({"ids": [[n % 7 + 1, n // 7 + 1, 3] for n in range(126)]}),
+        tmp_path / "ids.parquet",
+    )
     with serving(tmp_path, 4) as (run, address), grpc.insecure_channel(address) as channel:
         yield run, DataLoaderStub(channel)
 
@@ -56,10 +62,19 @@ def served(tmp_path: Path) -> Iterator[tuple[ServedRun, DataLoaderStub]]:
 class Rank:
     """A rank that joined, and its stream."""
 
-    def __init__(self, stub: DataLoaderStub, rank: int, joined: wire.JoinResponse | None = None) -> None:
+    def __init__(
+        self, stub: DataLoaderStub, rank: int, joined: wire.JoinResponse | None = None
+    ) -> None:
         self.stub, self.rank, self.nonce = stub, rank, f"nonce-{rank}"
         self.joined = joined or stub.Join(
-            wire.JoinRequest(run="ids", rank=rank, world_size=WORLD, batch_size=BATCH, attempt="a", nonce=self.nonce),
+            wire.JoinRequest(
+                run="ids",
+                rank=rank,
+                world_size=WORLD,
+                batch_size=BATCH,
+                attempt="a",
+                nonce=self.nonce,
+            ),
             timeout=PATIENCE_S,
         )
         self.through = self.joined.start_index
@@ -90,7 +105,9 @@ class Rank:
                 at = number * BATCH + place
                 if message.batches.source_ids[at] >= 0:
                     ids = message.batches.ids[at * 4 : at * 4 + 4]
-                    self.samples[begin + step.slice * BATCH + place] = Sample(message.batches.source_ids[at], ids)
+                    self.samples[begin + step.slice * BATCH + place] = Sample(
+                        message.batches.source_ids[at], ids
+                    )
             begin = self.through = step.end_index
         if message.HasField("batches"):
             progress = wire.Progress(consumed_through=self.through, credit_micro_steps=4)
@@ -147,7 +164,9 @@ def test_no_thread_of_a_rank_serves_the_order_to_its_end_and_all_of_it_is_commit
     assert states(run) == ["finished"] * WORLD
 
 
-def test_a_newer_stream_of_a_rank_takes_the_olders_place(served: tuple[ServedRun, DataLoaderStub]) -> None:
+def test_a_newer_stream_of_a_rank_takes_the_olders_place(
+    served: tuple[ServedRun, DataLoaderStub],
+) -> None:
     _, stub = served
     ranks = launch(stub)
     older = ranks[1].call
@@ -228,7 +247,9 @@ def test_a_call_that_broke_is_no_goodbye(served: tuple[ServedRun, DataLoaderStub
 
 def test_of_a_ranks_streams_that_nobody_reads_two_stay(tmp_path: Path) -> None:
     # More than what the client's side takes unread.
-    ids = pa.ListArray.from_arrays(np.arange(0, 2**25 + 1, 2**20, np.int32), np.ones(2**25, np.uint8))
+    ids = pa.ListArray.from_arrays(
+        np.arange(0, 2**25 + 1, 2**20, np.int32), np.ones(2**25, np.uint8)
+    )
     pq.write_table(pa.table({"ids": ids}), tmp_path / "ids.parquet")
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
     with ExitStack() as until_end:

@@ -33,7 +33,9 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     folder = write_corpus(tmp_path / "corpus")
     paths = [folder / f"{name}.yaml" for name in ("one", "two")]
     for path in paths:
-        path.write_text(yaml.safe_dump(mixture(run=path.stem, window_micro_steps=6)), encoding="utf-8")
+        path.write_text(
+            yaml.safe_dump(mixture(run=path.stem, window_micro_steps=6)), encoding="utf-8"
+        )
     with runs_of(tmp_path, *paths) as runs:
         yield runs
 
@@ -49,21 +51,27 @@ def answering(runs: Runs) -> Iterator[Callable[[str], httpx.Response]]:
         server.stop()
 
 
-def test_one_run_whose_order_differs_ends_its_own_ranks_by_name_and_the_others_stay_in_service(runs: Runs) -> None:
+def test_one_run_whose_order_differs_ends_its_own_ranks_by_name_and_the_others_stay_in_service(
+    runs: Runs,
+) -> None:
     one, two = (runs.get(name) for name in ("one", "two"))
     trainers = Trainer(one), Trainer(two)
     for trainer in trainers:
         trainer.train(2)
     rank = trainers[0].ranks[1]
     with pytest.raises(OrderMismatch):
-        one.coordinator.sessions.attach(rank.joined.uid, 1, 1, rank.call.nonce, rank.consumed, 0, "f" * 32)
+        one.coordinator.sessions.attach(
+            rank.joined.uid, 1, 1, rank.call.nonce, rank.consumed, 0, "f" * 32
+        )
     for rank in trainers[0].ranks:
         with pytest.raises(OrderMismatch, match=r"rank 1 has digest f+ at sample 8"):
             one.coordinator.sessions.next_for(rank.session, 5.0, never)
     trainers[1].train(3)
     with answering(runs) as get:
         assert get("/readyz").status_code == 200
-        assert str(get("/v1/runs/one/stats").json()["error"]).startswith("OrderMismatch: rank 1 has digest ffff")
+        assert str(get("/v1/runs/one/stats").json()["error"]).startswith(
+            "OrderMismatch: rank 1 has digest ffff"
+        )
         assert get("/v1/runs/two/stats").json()["error"] is None
     text = generate_latest(create_registry(runs, version="0")).decode()
     assert "tokenloom_ready 1.0" in text
@@ -71,11 +79,16 @@ def test_one_run_whose_order_differs_ends_its_own_ranks_by_name_and_the_others_s
     assert 'tokenloom_failed{run="two",stream="train"} 0.0' in text
 
 
-def test_a_file_that_was_replaced_below_a_mount_of_itself_is_said_to_be_the_former_one(tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_below_a_mount_of_itself_is_said_to_be_the_former_one(
+    tmp_path: Path,
+) -> None:
     folder = write_corpus(tmp_path / "corpus")
     path = folder / "mixture.yaml"
     path.write_text(yaml.safe_dump(mixture()), encoding="utf-8")
-    with path.open() as mounted, runs_of(tmp_path, Path(f"/proc/self/fd/{mounted.fileno()}")) as runs:
+    with (
+        path.open() as mounted,
+        runs_of(tmp_path, Path(f"/proc/self/fd/{mounted.fileno()}")) as runs,
+    ):
         (name,) = runs.names()
         assert runs.reload(name) == "Nothing is new in the file."
         path.unlink()  # a mount of a file keeps what it was, without a name, as does a descriptor
@@ -107,14 +120,21 @@ def test_a_thread_that_ended_stands_in_the_runs_own_state(runs: Runs) -> None:
     assert "its thread ended fails, and goes on: KeyError" in (one.stats.read().error or "")
 
 
-def test_a_process_that_waits_for_a_slow_ledger_as_it_starts_says_that_it_is_alive(tmp_path: Path) -> None:
+def test_a_process_that_waits_for_a_slow_ledger_as_it_starts_says_that_it_is_alive(
+    tmp_path: Path,
+) -> None:
     folder = write_corpus(tmp_path / "corpus")
     path = folder / "one.yaml"
     path.write_text(yaml.safe_dump(mixture(run="one")), encoding="utf-8")
     redis = RedisServer(tmp_path).start()
     rest = f"127.0.0.1:{free_port()}"
     options = ServeOptions(
-        mixtures=[path], grpc="127.0.0.1:0", rest=rest, ledger=redis.url(), ready_file=None, index_dir=tmp_path
+        mixtures=[path],
+        grpc="127.0.0.1:0",
+        rest=rest,
+        ledger=redis.url(),
+        ready_file=None,
+        index_dir=tmp_path,
     )
     servers: list[Server] = []
     os.kill(redis.pid, signal.SIGSTOP)

@@ -86,9 +86,18 @@ def test_a_plan_goes_to_the_end_or_as_far_as_it_is_asked_to(http: httpx.Client) 
     assert whole.status_code == 200
     assert whole.json() == run_plan(RUN).model_dump(mode="json")
     for text, tokens in (("10B", 10**10), ("1.5t", 15 * 10**11), ("2_500_000", 2_500_000)):
-        assert http.get(f"/v1/runs/{RUN}/plan", params={"tokens": text}).json()["until_tokens"] == tokens
-    for text, part in (("ten", "such as 500M"), ("0", "from 1"), ("1", "the run has 2097152 already")):
-        refused = problem(http.get(f"/v1/runs/{RUN}/plan", params={"tokens": text}), 422, "ConfigError")
+        assert (
+            http.get(f"/v1/runs/{RUN}/plan", params={"tokens": text}).json()["until_tokens"]
+            == tokens
+        )
+    for text, part in (
+        ("ten", "such as 500M"),
+        ("0", "from 1"),
+        ("1", "the run has 2097152 already"),
+    ):
+        refused = problem(
+            http.get(f"/v1/runs/{RUN}/plan", params={"tokens": text}), 422, "ConfigError"
+        )
         assert "tokens: " in refused
         assert part in refused
     problem(http.get(f"/v1/runs/{RUN}/plan", params={"tokens": "1" * 33}), 422, "InvalidRequest")
@@ -112,7 +121,9 @@ def test_a_sample_of_a_source_comes_by_its_number_or_at_random(http: httpx.Clien
     by_number = http.get(url, params={"source": "prose", "number": "4", "text": "true"}).json()
     assert (by_number["source"], by_number["sample"], len(by_number["ids"])) == ("prose", 8, 512)
     assert http.get(url, params={"source": "prose"}).json()["ids"] is None
-    assert "it has ['code', 'prose']" in problem(http.get(url, params={"source": "web"}), 404, "NotFound")
+    assert "it has ['code', 'prose']" in problem(
+        http.get(url, params={"source": "web"}), 404, "NotFound"
+    )
     assert "source" in problem(http.get(url), 422, "InvalidRequest")
 
 
@@ -123,10 +134,14 @@ def test_more_plans_than_a_server_makes_at_once_are_refused_and_others_answered(
     url = f"{server.url}v1/runs/{RUN}/plan"
     with ThreadPoolExecutor(MAX_PLANS) as pool:
         try:
-            asked = [pool.submit(httpx.get, url, trust_env=False, timeout=60) for _ in range(MAX_PLANS)]
+            asked = [
+                pool.submit(httpx.get, url, trust_env=False, timeout=60) for _ in range(MAX_PLANS)
+            ]
             wait_for(lambda: service.calls >= MAX_PLANS, "as many plans")
             for route in ("plan", "plan.svg"):
-                assert "ask again" in problem(http.get(f"/v1/runs/{RUN}/{route}"), 409, "LimitExceeded")
+                assert "ask again" in problem(
+                    http.get(f"/v1/runs/{RUN}/{route}"), 409, "LimitExceeded"
+                )
             assert http.get("/v1/runs").status_code == 200
         finally:
             service.gate.set()
@@ -145,10 +160,19 @@ def test_a_plan_is_a_picture_too(http: httpx.Client) -> None:
     problem(http.get("/v1/runs/other/plan.svg"), 404, "NotFound")
 
 
-def test_a_receipt_is_of_the_index_that_is_asked_for_or_of_the_committed_one(http: httpx.Client) -> None:
+def test_a_receipt_is_of_the_index_that_is_asked_for_or_of_the_committed_one(
+    http: httpx.Client,
+) -> None:
     assert http.get(f"/v1/runs/{RUN}/receipt").json()["sample_index"] == 4096
     assert http.get(f"/v1/runs/{RUN}/receipt?sample_index=12").json()["digest"] == f"{12:032x}"
-    for index, status in ((4097, 416), (-1, 422), (2**53, 422), ("NaN", 422), ("1.5", 422), ("", 422)):
+    for index, status in (
+        (4097, 416),
+        (-1, 422),
+        (2**53, 422),
+        ("NaN", 422),
+        ("1.5", 422),
+        ("", 422),
+    ):
         answer = http.get(f"/v1/runs/{RUN}/receipt?sample_index={index}")
         problem(answer, status, {416: "BeyondHorizon", 422: "InvalidRequest"}[status])
     assert http.get("/v1/runs/other/receipt").status_code == 404
@@ -158,10 +182,17 @@ def test_a_report_is_the_services(http: httpx.Client, service: MemoryService) ->
     assert http.get(f"/v1/runs/{RUN}/report").json() == service.report(RUN).model_dump()
 
 
-def test_a_snapshot_is_saved_listed_and_read_back_byte_for_byte(http: httpx.Client, service: MemoryService) -> None:
+def test_a_snapshot_is_saved_listed_and_read_back_byte_for_byte(
+    http: httpx.Client, service: MemoryService
+) -> None:
     saved = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_index": 4100})
     assert saved.status_code == 201
-    assert saved.json() == {"id": "s0-4100", "sample_index": 4100, "digest": f"{4100:032x}", "total_tokens": 4100 * 512}
+    assert saved.json() == {
+        "id": "s0-4100",
+        "sample_index": 4100,
+        "digest": f"{4100:032x}",
+        "total_tokens": 4100 * 512,
+    }
     listed = http.get(f"/v1/runs/{RUN}/snapshots").json()
     assert [(entry["id"], entry["sample_index"]) for entry in listed] == [("s0-4100", 4100)]
     text = http.get(f"/v1/runs/{RUN}/snapshots/s0-4100")
@@ -171,12 +202,16 @@ def test_a_snapshot_is_saved_listed_and_read_back_byte_for_byte(http: httpx.Clie
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"null", b'{"sample_index": null}'])
-def test_a_snapshot_without_an_index_is_at_the_committed_one(http: httpx.Client, body: bytes) -> None:
+def test_a_snapshot_without_an_index_is_at_the_committed_one(
+    http: httpx.Client, body: bytes
+) -> None:
     answer = http.post(f"/v1/runs/{RUN}/snapshots", content=body, headers=JSON)
     assert (answer.status_code, answer.json()["sample_index"]) == (201, 4096)
 
 
-def test_a_restore_takes_each_of_its_three_forms(http: httpx.Client, service: MemoryService) -> None:
+def test_a_restore_takes_each_of_its_three_forms(
+    http: httpx.Client, service: MemoryService
+) -> None:
     saved = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_index": 12}).json()
     for body in (
         {"snapshot_id": saved["id"]},
@@ -197,7 +232,11 @@ def test_a_restore_takes_each_of_its_three_forms(http: httpx.Client, service: Me
         assert answer.json()["skips"] == skips
     assert http.delete(f"/v1/runs/{RUN}/restore", headers=JSON).json() == answer.json()
     problem(http.delete(f"/v1/runs/{RUN}/restore", headers=JSON), 404, "NotFound")
-    for body in ({}, {"snapshot_id": "a", "sample_index": 1}, {"snapshot_id": None, "sample_index": None}):
+    for body in (
+        {},
+        {"snapshot_id": "a", "sample_index": 1},
+        {"snapshot_id": None, "sample_index": None},
+    ):
         problem(http.post(f"/v1/runs/{RUN}/restore", json=body), 422, "ConfigError")
 
 
@@ -210,12 +249,16 @@ def test_a_trace_passes_what_is_asked_for_and_answers_what_the_service_says(
     assert (answer.json()["status"], answer.json()["documents"][0]["row"]) == ("produced", 4100)
     plain = http.get(f"/v1/runs/{RUN}/samples/4100").json()
     assert (plain["ids"], plain["documents"][0]["text"]) == (None, None)
-    unknown = http.get(f"/v1/runs/{RUN}/samples/4100", params={"stream": "validation", "generation": 3})
+    unknown = http.get(
+        f"/v1/runs/{RUN}/samples/4100", params={"stream": "validation", "generation": 3}
+    )
     assert "has none; leave it out" in problem(unknown, 422, "ConfigError")
     step = http.get(f"/v1/runs/{RUN}/micro-steps/7?rank=1")
     assert step.json() == service.trace_micro_step(RUN, 7, 1, None, False).model_dump(mode="json")
     assert len(http.get(f"/v1/runs/{RUN}/micro-steps/7").json()["ranks"]) == 2
-    assert "4160 are produced" in problem(http.get(f"/v1/runs/{RUN}/samples/4160"), 416, "BeyondHorizon")
+    assert "4160 are produced" in problem(
+        http.get(f"/v1/runs/{RUN}/samples/4160"), 416, "BeyondHorizon"
+    )
     problem(http.get(f"/v1/runs/{RUN}/samples/1?generation=4"), 404, "NotFound")
     problem(http.get(f"/v1/runs/{RUN}/micro-steps/1?rank=2"), 422, "ConfigError")
     for path in (
@@ -235,7 +278,9 @@ def all_errors(root: type[errors.TokenloomError]) -> list[type[errors.TokenloomE
     return [root, *(found for child in root.__subclasses__() for found in all_errors(child))]
 
 
-@pytest.mark.parametrize("error", all_errors(errors.TokenloomError), ids=lambda error: error.__name__)
+@pytest.mark.parametrize(
+    "error", all_errors(errors.TokenloomError), ids=lambda error: error.__name__
+)
 def test_every_error_leaves_with_its_status_and_name(
     http: httpx.Client, service: MemoryService, error: type[errors.TokenloomError]
 ) -> None:
@@ -257,21 +302,36 @@ def test_a_fault_of_our_own_says_nothing_but_is_logged(
 def test_what_does_not_exist_is_404_in_the_same_shape(http: httpx.Client) -> None:
     assert RUN in problem(http.get("/v1/runs/other/stats"), 404, "NotFound")
     problem(http.get(f"/v1/runs/{RUN}/snapshots/absent"), 404, "NotFound")
-    for path in ("/v1/run", "/v1/runs/", "/docs", "/redoc", "/page/", "/page/../rest_api.py", "/page/%2e%2e/errors.py"):
+    for path in (
+        "/v1/run",
+        "/v1/runs/",
+        "/docs",
+        "/redoc",
+        "/page/",
+        "/page/../rest_api.py",
+        "/page/%2e%2e/errors.py",
+    ):
         assert "/openapi.json" in problem(http.get(path), 404, "NotFound")
 
 
 def test_another_method_is_405_and_names_the_right_one(http: httpx.Client) -> None:
-    assert "GET" in problem(http.delete(f"/v1/runs/{RUN}/stats", headers=JSON), 405, "MethodNotAllowed")
+    assert "GET" in problem(
+        http.delete(f"/v1/runs/{RUN}/stats", headers=JSON), 405, "MethodNotAllowed"
+    )
     assert "POST" in problem(http.get(f"/v1/runs/{RUN}/restore"), 405, "MethodNotAllowed")
 
 
 @pytest.mark.parametrize(
-    "value", ['"5"', "5.0", "true", "-1", "9007199254740992", "1e3", "[]", "{}", "1.5", "9" * 4000, "-0.0"]
+    "value",
+    ['"5"', "5.0", "true", "-1", "9007199254740992", "1e3", "[]", "{}", "1.5", "9" * 4000, "-0.0"],
 )
-def test_a_sample_index_is_a_whole_number_in_range_and_nothing_else(http: httpx.Client, value: str) -> None:
+def test_a_sample_index_is_a_whole_number_in_range_and_nothing_else(
+    http: httpx.Client, value: str
+) -> None:
     for path in ("snapshots", "restore"):
-        answer = http.post(f"/v1/runs/{RUN}/{path}", content=f'{{"sample_index": {value}}}', headers=JSON)
+        answer = http.post(
+            f"/v1/runs/{RUN}/{path}", content=f'{{"sample_index": {value}}}', headers=JSON
+        )
         message = problem(answer, 422, "InvalidRequest")
         assert message.startswith("body.sample_index: found ")
         assert "; expected " in message
@@ -282,14 +342,18 @@ def test_the_greatest_sample_index_reaches_the_service(http: httpx.Client) -> No
     assert "beyond the horizon" in problem(answer, 416, "BeyondHorizon")
 
 
-def test_an_unknown_query_parameter_is_refused_with_those_that_are_known(http: httpx.Client) -> None:
+def test_an_unknown_query_parameter_is_refused_with_those_that_are_known(
+    http: httpx.Client,
+) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     for path, operations in paths.items():
         url = path.format(run=RUN, index=1, micro_step=1, number=1, snapshot_id="s0-1")
         for method, operation in operations.items():
             answer = http.request(method, url, params={"toknes": "5"}, headers=JSON)
             message = problem(answer, 422, "InvalidRequest")
-            known = [each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"]
+            known = [
+                each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"
+            ]
             assert 'the unknown parameter "toknes"' in message
             assert (", ".join(known) or "takes none") in message
     plan = http.get(f"/v1/runs/{RUN}/plan", params={"toknes": "5"})
@@ -304,7 +368,10 @@ def test_history_and_events_are_the_same_as_csv_and_refuse_what_is_no_time(
     http: httpx.Client, service: MemoryService
 ) -> None:
     service.histories[RUN] = run_history(RUN, points=2, code=[-1, 2], web=[None, 4])
-    service.happened[RUN] = [run_event(), run_event(1, kind="audit", text='set "a",\nthen b', author=FORMULA)]
+    service.happened[RUN] = [
+        run_event(),
+        run_event(1, kind="audit", text='set "a",\nthen b', author=FORMULA),
+    ]
 
     def table(path: str) -> list[dict[str, str]]:
         answer = http.get(path, params={"format": "csv"})
@@ -315,13 +382,23 @@ def test_history_and_events_are_the_same_as_csv_and_refuse_what_is_no_time(
         return "" if value is None else f"'{value}" if value == FORMULA else str(value)
 
     history = http.get(f"/v1/runs/{RUN}/history").json()
-    columns = {name: values for name, values in history.items() if isinstance(values, list) and name != "sources"}
+    columns = {
+        name: values
+        for name, values in history.items()
+        if isinstance(values, list) and name != "sources"
+    }
     for source in history["sources"]:
-        columns |= {f"{name}[{source['alias']}]": of for name, of in source.items() if isinstance(of, list)}
-    lines = [{name: written(values[place]) for name, values in columns.items()} for place in range(2)]
+        columns |= {
+            f"{name}[{source['alias']}]": of for name, of in source.items() if isinstance(of, list)
+        }
+    lines = [
+        {name: written(values[place]) for name, values in columns.items()} for place in range(2)
+    ]
     assert table(f"/v1/runs/{RUN}/history") == lines
     events = http.get(f"/v1/runs/{RUN}/events").json()["events"]
-    assert table(f"/v1/runs/{RUN}/events") == [{name: written(of) for name, of in one.items()} for one in events]
+    assert table(f"/v1/runs/{RUN}/events") == [
+        {name: written(of) for name, of in one.items()} for one in events
+    ]
     assert len(http.get(f"/v1/runs/{RUN}/events", params={"kind": ["audit"]}).json()["events"]) == 1
 
     for params, said in (
@@ -330,7 +407,9 @@ def test_history_and_events_are_the_same_as_csv_and_refuse_what_is_no_time(
         ({"from": "2026-01-02", "to": "2026-01-01T00:00:00Z"}, "swap them"),
     ):
         for path in ("history", "events"):
-            assert said in problem(http.get(f"/v1/runs/{RUN}/{path}", params=params), 422, "ConfigError")
+            assert said in problem(
+                http.get(f"/v1/runs/{RUN}/{path}", params=params), 422, "ConfigError"
+            )
     for params in ({"points": "2001"}, {"points": "1"}, {"format": "xml"}):
         problem(http.get(f"/v1/runs/{RUN}/history", params=params), 422, "InvalidRequest")
     problem(http.get(f"/v1/runs/{RUN}/events", params={"kind": "party"}), 422, "InvalidRequest")
@@ -338,7 +417,9 @@ def test_history_and_events_are_the_same_as_csv_and_refuse_what_is_no_time(
 
 def test_an_unknown_field_is_named(http: httpx.Client) -> None:
     answer = http.post(f"/v1/runs/{RUN}/snapshots", json={"sample_idx": 1})
-    assert problem(answer, 422, "InvalidRequest").startswith("body.sample_idx: found a field that is not known")
+    assert problem(answer, 422, "InvalidRequest").startswith(
+        "body.sample_idx: found a field that is not known"
+    )
 
 
 @pytest.mark.parametrize(
@@ -359,10 +440,14 @@ def test_an_unknown_field_is_named(http: httpx.Client) -> None:
     ],
     ids=lambda body: repr(body[:24]),
 )
-def test_what_is_not_strict_json_is_refused(http: httpx.Client, service: MemoryService, body: bytes) -> None:
+def test_what_is_not_strict_json_is_refused(
+    http: httpx.Client, service: MemoryService, body: bytes
+) -> None:
     for path in ("snapshots", "restore"):
         answer = http.post(f"/v1/runs/{RUN}/{path}", content=body, headers=JSON)
-        assert problem(answer, 422, "InvalidRequest").startswith("body: not the JSON that is expected")
+        assert problem(answer, 422, "InvalidRequest").startswith(
+            "body: not the JSON that is expected"
+        )
     assert service.calls == 0
 
 
@@ -403,7 +488,11 @@ POISON_VALUES = [
 
 def operations(http: httpx.Client) -> list[tuple[str, str, dict[str, Any]]]:
     paths = http.get("/openapi.json").json()["paths"]
-    return [(path, method, operation) for path, methods in paths.items() for method, operation in methods.items()]
+    return [
+        (path, method, operation)
+        for path, methods in paths.items()
+        for method, operation in methods.items()
+    ]
 
 
 def poison_requests(http: httpx.Client) -> Iterator[tuple[str, str, bytes | None, set[int]]]:
@@ -415,7 +504,9 @@ def poison_requests(http: httpx.Client) -> Iterator[tuple[str, str, bytes | None
         body = b"{}" if method in ("post", "patch", "delete") else None
         for parameter in operation.get("parameters", []):
             name = parameter["name"]
-            assert parameter["in"] in ("path", "query"), "poison for parameters of this kind is missing here"
+            assert parameter["in"] in ("path", "query"), (
+                "poison for parameters of this kind is missing here"
+            )
             for text in POISON_TEXTS:
                 if parameter["in"] == "query":
                     yield method, f"{path.format(**good)}?{name}={text}", body, documented
@@ -423,8 +514,12 @@ def poison_requests(http: httpx.Client) -> Iterator[tuple[str, str, bytes | None
                 yield method, path.replace(f"{{{name}}}", text).format(**good), body, documented
         if "requestBody" in operation:
             schema = operation["requestBody"]["content"]["application/json"]["schema"]
-            models = [option["$ref"] for option in (schema, *schema.get("anyOf", [])) if "$ref" in option]
-            fields = [name for model in models for name in schemas[model.rpartition("/")[2]]["properties"]]
+            models = [
+                option["$ref"] for option in (schema, *schema.get("anyOf", [])) if "$ref" in option
+            ]
+            fields = [
+                name for model in models for name in schemas[model.rpartition("/")[2]]["properties"]
+            ]
             assert fields
             for value in POISON_VALUES:
                 for content in (value, *({name: value} for name in fields)):
@@ -447,21 +542,39 @@ def test_poison_is_refused_on_every_route(http: httpx.Client, service: MemorySer
     assert set(service.restored) <= {RUN}
 
 
-def test_every_post_route_refuses_what_the_guard_refuses(http: httpx.Client, service: MemoryService) -> None:
-    writes = [(method, path.format(run=RUN, number=1)) for path, method, _ in operations(http) if method != "get"]
+def test_every_post_route_refuses_what_the_guard_refuses(
+    http: httpx.Client, service: MemoryService
+) -> None:
+    writes = [
+        (method, path.format(run=RUN, number=1))
+        for path, method, _ in operations(http)
+        if method != "get"
+    ]
     assert len(writes) == 10
     for each in writes:
         plain = {"content-type": "text/plain"}
         problem(http.request(*each), 415, "ContentTypeRequired")
         problem(http.request(*each, data={"sample_index": "1"}), 415, "ContentTypeRequired")
         problem(http.request(*each, content="{}", headers=plain), 415, "ContentTypeRequired")
-        problem(http.request(*each, content=b"[" + b" " * MAX_BODY_BYTES, headers=JSON), 413, "BodyTooLarge")
-        problem(http.request(*each, json={}, headers={"origin": "http://evil.example"}), 403, "OriginRefused")
-        problem(http.request(*each, json={}, headers={"host": "evil.example:80"}), 421, "HostRefused")
+        problem(
+            http.request(*each, content=b"[" + b" " * MAX_BODY_BYTES, headers=JSON),
+            413,
+            "BodyTooLarge",
+        )
+        problem(
+            http.request(*each, json={}, headers={"origin": "http://evil.example"}),
+            403,
+            "OriginRefused",
+        )
+        problem(
+            http.request(*each, json={}, headers={"host": "evil.example:80"}), 421, "HostRefused"
+        )
     assert service.calls == 0
 
 
-def test_the_content_type_error_says_that_it_is_needed_without_a_body_too(http: httpx.Client) -> None:
+def test_the_content_type_error_says_that_it_is_needed_without_a_body_too(
+    http: httpx.Client,
+) -> None:
     message = problem(http.post(f"/v1/runs/{RUN}/snapshots"), 415, "ContentTypeRequired")
     assert "also where it has no body" in message
     assert "application/json" in message
@@ -473,7 +586,11 @@ def test_the_content_type_error_says_that_it_is_needed_without_a_body_too(http: 
 def test_a_body_of_exactly_the_limit_is_read_and_one_byte_more_is_not(http: httpx.Client) -> None:
     fits = b'{"sample_index": 1}'.ljust(MAX_BODY_BYTES)
     assert http.post(f"/v1/runs/{RUN}/snapshots", content=fits, headers=JSON).status_code == 201
-    problem(http.post(f"/v1/runs/{RUN}/snapshots", content=fits + b" ", headers=JSON), 413, "BodyTooLarge")
+    problem(
+        http.post(f"/v1/runs/{RUN}/snapshots", content=fits + b" ", headers=JSON),
+        413,
+        "BodyTooLarge",
+    )
 
 
 def test_a_chunked_body_over_the_limit_is_refused(http: httpx.Client) -> None:
@@ -481,7 +598,9 @@ def test_a_chunked_body_over_the_limit_is_refused(http: httpx.Client) -> None:
         for _ in range(48):
             yield b" " * 2**20
 
-    problem(http.post(f"/v1/runs/{RUN}/snapshots", content=chunks(), headers=JSON), 413, "BodyTooLarge")
+    problem(
+        http.post(f"/v1/runs/{RUN}/snapshots", content=chunks(), headers=JSON), 413, "BodyTooLarge"
+    )
 
 
 def test_a_sender_of_48_megabytes_reads_the_answer_not_a_reset(http: httpx.Client) -> None:
@@ -494,7 +613,9 @@ def test_a_sender_of_48_megabytes_reads_the_answer_not_a_reset(http: httpx.Clien
 def test_a_body_that_is_too_large_is_not_waited_for_and_one_that_never_ends_is_given_up(
     server: RestServer, monkeypatch: pytest.MonkeyPatch, length: int, status: bytes
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.api.rest.guard.BODY_TIMEOUT_S", 0.1 if status == b"408" else 60.0)
+    monkeypatch.setattr(
+        "tokenloom_server.api.rest.guard.BODY_TIMEOUT_S", 0.1 if status == b"408" else 60.0
+    )
     head = f"POST /v1/runs/{RUN}/restore HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -506,7 +627,16 @@ def test_a_body_that_is_too_large_is_not_waited_for_and_one_that_never_ends_is_g
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1", "localhost:8080", "[::1]:8080", "10.1.2.3", "server:8080", "a.localhost", "LOOM.example:1"]
+    "host",
+    [
+        "127.0.0.1",
+        "localhost:8080",
+        "[::1]:8080",
+        "10.1.2.3",
+        "server:8080",
+        "a.localhost",
+        "LOOM.example:1",
+    ],
 )
 def test_names_that_no_stranger_can_own_are_answered(http: httpx.Client, host: str) -> None:
     assert http.get("/v1/runs", headers={"host": host}).status_code == 200
@@ -515,7 +645,15 @@ def test_names_that_no_stranger_can_own_are_answered(http: httpx.Client, host: s
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "evil@x.y", "[::1", "x.y:z"]
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example:80",
+        "evil@x.y",
+        "[::1",
+        "x.y:z",
+    ],
 )
 def test_a_rebound_dns_name_is_refused_for_reading_too(http: httpx.Client, host: str) -> None:
     for path in ("/", "/v1/runs", "/metrics", "/openapi.json"):
@@ -528,9 +666,13 @@ def test_a_rebound_dns_name_is_refused_for_reading_too(http: httpx.Client, host:
 @pytest.mark.parametrize(
     "origin", ["null", "http://127.0.0.1", "http://evil.example", "https://localhost:1", "http://["]
 )
-def test_a_page_of_another_origin_is_refused(http: httpx.Client, service: MemoryService, origin: str) -> None:
+def test_a_page_of_another_origin_is_refused(
+    http: httpx.Client, service: MemoryService, origin: str
+) -> None:
     problem(
-        http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 1}, headers={"origin": origin}), 403, "OriginRefused"
+        http.post(f"/v1/runs/{RUN}/restore", json={"sample_index": 1}, headers={"origin": origin}),
+        403,
+        "OriginRefused",
     )
     problem(http.get(f"/v1/runs/{RUN}/stats", headers={"origin": origin}), 403, "OriginRefused")
     assert not service.restored
@@ -538,7 +680,8 @@ def test_a_page_of_another_origin_is_refused(http: httpx.Client, service: Memory
 
 def test_no_answer_lets_other_origins_read(http: httpx.Client) -> None:
     answer = http.options(
-        "/v1/runs", headers={"origin": "http://evil.example", "access-control-request-method": "POST"}
+        "/v1/runs",
+        headers={"origin": "http://evil.example", "access-control-request-method": "POST"},
     )
     assert answer.status_code == 403
     assert not [name for name in answer.headers if name.startswith("access-control")]
@@ -575,7 +718,9 @@ def test_alive_is_answered_while_every_worker_waits(
     with ThreadPoolExecutor(45) as pool:
         try:
             for _ in range(45):
-                pool.submit(httpx.get, f"{server.url}v1/runs/{RUN}/stats", trust_env=False, timeout=60)
+                pool.submit(
+                    httpx.get, f"{server.url}v1/runs/{RUN}/stats", trust_env=False, timeout=60
+                )
             wait_for(lambda: service.calls == 40, "a call on every worker thread")
             assert http.get("/healthz").status_code == 200
         finally:
@@ -587,7 +732,9 @@ def test_metrics_are_what_prometheus_reads(http: httpx.Client) -> None:
     assert answer.headers["content-type"].startswith("text/plain; version=")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
     assert families["tokenloom_sample_index"].samples[0].value == 4096
-    open_metrics = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    open_metrics = http.get(
+        "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
+    )
     assert open_metrics.headers["content-type"].startswith("application/openmetrics-text")
     assert open_metrics.text.endswith("# EOF\n")
 
@@ -599,7 +746,9 @@ def test_openapi_documents_every_route_its_errors_and_an_example(http: httpx.Cli
         assert {"403", "421"} <= set(failures), path
         for response in failures.values():
             assert response["description"]
-            assert response["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+            assert response["content"]["application/json"]["schema"] == {
+                "$ref": "#/components/schemas/ErrorBody"
+            }
         if operation.get("parameters"):
             assert {"404", "422", "503"} <= set(failures), path
         if method == "post":
@@ -635,9 +784,13 @@ def test_a_port_in_use_is_refused_with_the_address_and_the_remedy(server: RestSe
     assert "--rest HOST:PORT" in str(caught.value)
 
 
-@pytest.mark.parametrize(("host", "port"), [("no-such-host.invalid", 0), ("203.0.113.7", 0), ("127.0.0.1", 65536)])
+@pytest.mark.parametrize(
+    ("host", "port"), [("no-such-host.invalid", 0), ("203.0.113.7", 0), ("127.0.0.1", 65536)]
+)
 def test_an_address_that_cannot_be_had_is_a_config_error(host: str, port: int) -> None:
-    with pytest.raises(errors.ConfigError, match=f"--rest {host}:{port}: this address cannot be had"):
+    with pytest.raises(
+        errors.ConfigError, match=f"--rest {host}:{port}: this address cannot be had"
+    ):
         serve_rest(MemoryService(), host, port)
 
 
@@ -660,7 +813,9 @@ def test_an_address_is_held_before_it_answers_and_who_comes_early_waits() -> Non
     server = RestServer("127.0.0.1", 0)
     answers: list[httpx.Response] = []
     asking = threading.Thread(
-        target=lambda: answers.append(httpx.get(f"http://{server.address}/healthz", trust_env=False, timeout=60))
+        target=lambda: answers.append(
+            httpx.get(f"http://{server.address}/healthz", trust_env=False, timeout=60)
+        )
     )
     asking.start()
     with pytest.raises(errors.ConfigError, match="in use"):
@@ -703,7 +858,10 @@ def test_ipv6_addresses_are_written_with_brackets() -> None:
         pytest.skip(f"no IPv6 loopback here: {error}")
     try:
         assert server.address.startswith("[::1]:")
-        assert httpx.get(f"http://{server.address}/healthz", trust_env=False, timeout=60).status_code == 200
+        assert (
+            httpx.get(f"http://{server.address}/healthz", trust_env=False, timeout=60).status_code
+            == 200
+        )
     finally:
         server.stop()
 
@@ -717,5 +875,7 @@ def test_a_revision_with_control_characters_is_refused_in_an_answer_that_shows_t
         answer = http.patch(f"/v1/runs/{RUN}/mixture", content=body, headers=JSON)
         assert answer.status_code == 422, text
         message = answer.json()["message"]
-        assert message.startswith(f"body.{field}: found ") and "without control characters" in message
+        assert (
+            message.startswith(f"body.{field}: found ") and "without control characters" in message
+        )
         assert is_shown_as_it_is(message)

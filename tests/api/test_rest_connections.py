@@ -64,7 +64,9 @@ def reads_to_the_end(connection: socket.socket) -> bytes:
     return answer
 
 
-def test_an_answer_that_is_read_slowly_is_read_to_its_end(server: RestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_read_slowly_is_read_to_its_end(
+    server: RestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host, _, port = server.address.rpartition(":")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -106,13 +108,18 @@ def test_connections_beyond_the_bound_are_closed_while_none_of_the_others_has_a_
     (tmp_path / "cert.pem").touch(0o600)
     pem.write_to_path(tmp_path / "cert.pem")
     server = RestServer(
-        "127.0.0.1", 0, Access(CONTROL, tls=Tls.load(tmp_path / "cert.pem", tmp_path / "cert.pem", None))
+        "127.0.0.1",
+        0,
+        Access(CONTROL, tls=Tls.load(tmp_path / "cert.pem", tmp_path / "cert.pem", None)),
     )
     server.start(MemoryService())
     host, _, port = server.address.rpartition(":")
     try:
         with contextlib.ExitStack() as opened:
-            silent = [opened.enter_context(socket.create_connection((host, int(port)), 120)) for _ in range(20)]
+            silent = [
+                opened.enter_context(socket.create_connection((host, int(port)), 120))
+                for _ in range(20)
+            ]
             for connection in silent[4:]:
                 assert reads_to_the_end(connection) == b"", "closed by the server"
             silent[0].close()
@@ -142,7 +149,10 @@ def test_who_asks_gets_the_place_of_who_does_not_and_health_has_places_of_its_ow
         server.start(service)
     ports = [int(server.address.rpartition(":")[2]) for server in (rest, health)]
     try:
-        with contextlib.ExitStack() as opened, httpx.Client(base_url=health.url, trust_env=False, timeout=60) as client:
+        with (
+            contextlib.ExitStack() as opened,
+            httpx.Client(base_url=health.url, trust_env=False, timeout=60) as client,
+        ):
             for port in ports * 200:
                 opened.enter_context(socket.create_connection(("127.0.0.1", port), 60))
             assert httpx.get(f"{rest.url}healthz", trust_env=False, timeout=60).status_code == 200
@@ -153,7 +163,10 @@ def test_who_asks_gets_the_place_of_who_does_not_and_health_has_places_of_its_ow
             assert client.get("/readyz").json() == {"status": "ready"}
             for path in ("/v1/runs", "/metrics", "/"):
                 assert client.get(path).status_code == 401
-                assert client.get(path, headers={"authorization": f"Bearer {CONTROL}"}).status_code == 404
+                assert (
+                    client.get(path, headers={"authorization": f"Bearer {CONTROL}"}).status_code
+                    == 404
+                )
         with pytest.raises(ConfigError, match=r"--health 127.0.0.1:.*another with --health"):
             RestServer("127.0.0.1", ports[0], only_health=True)
     finally:

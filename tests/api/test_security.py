@@ -49,7 +49,14 @@ from tokenloom_server.cli.app import app
 from tokenloom_server.cli.serve import ServerAccess
 from tokenloom_server.cli.token import make_token
 from tokenloom_server.config.mixture_change import MixtureChange
-from tokenloom_server.errors import ConfigError, Forbidden, JoinRefused, LimitExceeded, SnapshotInvalid, Unauthenticated
+from tokenloom_server.errors import (
+    ConfigError,
+    Forbidden,
+    JoinRefused,
+    LimitExceeded,
+    SnapshotInvalid,
+    Unauthenticated,
+)
 from tokenloom_server.order import snapshot, snapshot_document
 from tokenloom_server.run import join_call
 from tokenloom_server.run.join_call import JoinCall
@@ -85,17 +92,23 @@ def test_a_token_is_taken_from_a_file_or_from_the_environment(tmp_path: Path) ->
     assert find_token("TOKENLOOM_TOKEN", {"TOKENLOOM_TOKEN": CONTROL}) == CONTROL
     assert find_token("TOKENLOOM_TOKEN", {}, file) == CONTROL
     assert find_token("TOKENLOOM_TOKEN", {"TOKENLOOM_TOKEN_FILE": str(file)}) == CONTROL
-    with pytest.raises(ValueError, match="there are two tokens, one in TOKENLOOM_TOKEN and one in the file"):
+    with pytest.raises(
+        ValueError, match="there are two tokens, one in TOKENLOOM_TOKEN and one in the file"
+    ):
         find_token("TOKENLOOM_TOKEN", {"TOKENLOOM_TOKEN": CONTROL}, file)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602, 0o610, 0o777])
-def test_a_token_file_that_others_can_use_is_refused_with_its_mode_and_the_remedy(tmp_path: Path, mode: int) -> None:
+def test_a_token_file_that_others_can_use_is_refused_with_its_mode_and_the_remedy(
+    tmp_path: Path, mode: int
+) -> None:
     file = tmp_path / "token"
     file.write_text(CONTROL, encoding="utf-8")
     file.chmod(mode)
 
-    with pytest.raises(ConfigError, match=rf"has mode 0{mode:o}, .*expected 0600: chmod 600 {file}"):
+    with pytest.raises(
+        ConfigError, match=rf"has mode 0{mode:o}, .*expected 0600: chmod 600 {file}"
+    ):
         Access.find({}, file)
 
 
@@ -141,7 +154,9 @@ def test_a_token_that_the_server_made_is_the_same_after_a_restart_and_one_that_i
     # Also where that is not the folder beside the present one.
     assert f"again by: tokenloom token --index-dir {folder.resolve()}\n" in lines
     assert f'RemoteDataset("grpc://127.0.0.1:50051/{RUN}"' in lines
-    assert f'RemoteDataset("grpcs://127.0.0.1:50051/{RUN}"' in again.lines("https://[::]:8080/", "127.0.0.1:50051", RUN)
+    assert f'RemoteDataset("grpcs://127.0.0.1:50051/{RUN}"' in again.lines(
+        "https://[::]:8080/", "127.0.0.1:50051", RUN
+    )
     assert ServerAccess().made_token(folder) is None
     again.file.chmod(0o644)
     with pytest.raises(ConfigError, match="has mode 0644"):
@@ -149,10 +164,16 @@ def test_a_token_that_the_server_made_is_the_same_after_a_restart_and_one_that_i
     monkeypatch.setenv("TOKENLOOM_TOKEN", "")  # as Compose passes one on that is set to nothing
     again.file.chmod(0o600)
     assert ServerAccess(make_token=True).made_token(folder) == again
-    assert ServerAccess(make_token=True).access(again).check(f"Bearer {token}", Scope.CONTROL).scope is Scope.ADMIN
+    assert (
+        ServerAccess(make_token=True).access(again).check(f"Bearer {token}", Scope.CONTROL).scope
+        is Scope.ADMIN
+    )
     monkeypatch.setenv("TOKENLOOM_TOKEN", CONTROL)
     assert ServerAccess(make_token=True).made_token(folder) is None
-    assert ServerAccess(make_token=True).access(None).check(f"Bearer {CONTROL}", Scope.CONTROL).scope is Scope.ADMIN
+    assert (
+        ServerAccess(make_token=True).access(None).check(f"Bearer {CONTROL}", Scope.CONTROL).scope
+        is Scope.ADMIN
+    )
 
 
 def test_a_token_that_cannot_be_kept_or_is_not_there_is_an_error_that_says_what_to_do(
@@ -161,13 +182,16 @@ def test_a_token_that_cannot_be_kept_or_is_not_there_is_an_error_that_says_what_
     monkeypatch.delenv("TOKENLOOM_TOKEN", raising=False)
     (tmp_path / "file").touch()
     with pytest.raises(
-        ConfigError, match=r"no token can be kept in '.*/file/below' \(Not a directory\); set TOKENLOOM"
+        ConfigError,
+        match=r"no token can be kept in '.*/file/below' \(Not a directory\); set TOKENLOOM",
     ):
         make_token(tmp_path / "file" / "below")
     monkeypatch.chdir(tmp_path)
     finished = CliRunner().invoke(app, ["token"])
     assert finished.exit_code == 2
-    assert "TOKENLOOM_TOKEN is not set, and '.tokenloom-index/token' does not exist" in finished.output
+    assert (
+        "TOKENLOOM_TOKEN is not set, and '.tokenloom-index/token' does not exist" in finished.output
+    )
 
 
 def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -196,7 +220,15 @@ def test_a_token_may_travel_in_the_clear_on_this_machine_and_where_it_is_allowed
         refuse_plaintext(host, {}, "remedy")
     for host in ("data0", "DATA0", "[fd00::1]"):
         refuse_plaintext(host, allowed, "remedy")
-    for host in ("10.0.0.1", "data1", "0.0.0.0", "[::]", "localhost.evil.example", "", "127.0.0.1.evil.example"):
+    for host in (
+        "10.0.0.1",
+        "data1",
+        "0.0.0.0",
+        "[::]",
+        "localhost.evil.example",
+        "",
+        "127.0.0.1.evil.example",
+    ):
         assert not is_loopback(host)
         with pytest.raises(ValueError, match=r"unencrypted.*: remedy; or"):
             refuse_plaintext(host, allowed, "remedy")
@@ -211,7 +243,9 @@ SCOPES = APP.scopes
 
 
 def test_every_route_has_a_scope_and_no_scope_is_for_a_route_that_is_gone() -> None:
-    routes = {(method, route.path) for route in APP.routes for method in route.methods if method != "HEAD"}
+    routes = {
+        (method, route.path) for route in APP.routes for method in route.methods if method != "HEAD"
+    }
     assert routes == set(SCOPES)
 
 
@@ -221,7 +255,9 @@ def test_everybody_hears_whether_a_server_is_ready_and_readers_alone_why_not(
     service.reason = "run secret: the ledger is away: Redis at 10.0.0.7:6379 cannot be reached"
     try:
         for token, told in ((None, False), ("f" * 32, False), (READ, True), (CONTROL, True)):
-            answer = http.get("/readyz", headers={"authorization": f"Bearer {token}"} if token else {})
+            answer = http.get(
+                "/readyz", headers={"authorization": f"Bearer {token}"} if token else {}
+            )
             assert answer.status_code == 503
             assert (service.reason in answer.text) == told
             assert ("secret" in answer.text) == told
@@ -232,7 +268,11 @@ def test_everybody_hears_whether_a_server_is_ready_and_readers_alone_why_not(
 def test_only_health_and_the_pages_own_files_are_open() -> None:
     open_to_all = {path for (_, path), scope in SCOPES.items() if scope is Scope.OPEN}
     assert open_to_all == {"/healthz", "/readyz", *(url for url, _, _ in page_files())}
-    looking = {(method, path) for (method, path), scope in SCOPES.items() if scope < Scope.CONTROL and method != "GET"}
+    looking = {
+        (method, path)
+        for (method, path), scope in SCOPES.items()
+        if scope < Scope.CONTROL and method != "GET"
+    }
     assert looking == {("POST", "/v1/runs/{run}/plan")}, "changes nothing"
 
 
@@ -266,7 +306,10 @@ def test_a_route_answers_who_brings_what_it_asks_for_and_nobody_else(
     url = path.format(run=RUN, snapshot_id="s0-4096", index=4095, micro_step=3, number=1)
     url += "?source=code" if path.endswith("/samples") else ""
     bodies = {"POST": b'{"sample_index": 12}', "PATCH": b'{"reason": "because"}'}
-    if of_server := {"/v1/runs": b'{"file": "/srv/runs/new.yaml"}', f"/v1/runs/{RUN}/reload": b"{}"}.get(url):
+    if of_server := {
+        "/v1/runs": b'{"file": "/srv/runs/new.yaml"}',
+        f"/v1/runs/{RUN}/reload": b"{}",
+    }.get(url):
         bodies["POST"] = of_server
     body = {"content": bodies[method]} if method in bodies else {}
     needed = SCOPES[method, path]
@@ -274,7 +317,9 @@ def test_a_route_answers_who_brings_what_it_asks_for_and_nobody_else(
         service.revise(RUN, MixtureChange(reason="to be dropped"))
         service.restore(RUN, sample_index=12)
         service.calls = 0
-        headers = {"content-type": "application/json"} | ({"authorization": header} if header is not None else {})
+        headers = {"content-type": "application/json"} | (
+            {"authorization": header} if header is not None else {}
+        )
         answer = http.request(method, url, headers=headers, **body)
         if scope >= needed:
             assert answer.status_code in (200, 201), (what, answer.text)
@@ -283,13 +328,20 @@ def test_a_route_answers_who_brings_what_it_asks_for_and_nobody_else(
         status, name = (403, "Forbidden") if scope is Scope.READ else (401, "Unauthenticated")
         assert (answer.status_code, answer.json()["error"]) == (status, name), what
         assert answer.headers["www-authenticate"].startswith('Bearer realm="tokenloom"')
-        assert (f'scope="{needed.name.lower()}"' in answer.headers["www-authenticate"]) is (status == 403)
+        assert (f'scope="{needed.name.lower()}"' in answer.headers["www-authenticate"]) is (
+            status == 403
+        )
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert service.calls == 0, f"{what}: the service was asked"
 
 
 def test_what_does_not_exist_is_not_told_to_strangers(http: httpx.Client) -> None:
-    for method, path in (("GET", "/nowhere"), ("DELETE", "/v1/runs"), ("POST", "/healthz"), ("OPTIONS", "/v1/runs")):
+    for method, path in (
+        ("GET", "/nowhere"),
+        ("DELETE", "/v1/runs"),
+        ("POST", "/healthz"),
+        ("OPTIONS", "/v1/runs"),
+    ):
         assert http.request(method, path).status_code == 401, path
         known = {"authorization": f"Bearer {READ}", "content-type": "application/json"}
         assert http.request(method, path, headers=known).status_code in (404, 405), path
@@ -308,19 +360,22 @@ def test_a_token_in_the_address_opens_nothing(http: httpx.Client) -> None:
 
 def test_the_body_of_a_stranger_is_not_waited_for(rest: tuple[MemoryService, RestServer]) -> None:
     host, _, port = rest[1].address.rpartition(":")
-    head = (
-        f"POST /v1/runs/{RUN}/restore HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 900\r\n"
-    )
+    head = f"POST /v1/runs/{RUN}/restore HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 900\r\n"
     with socket.create_connection((host, int(port)), timeout=8) as connection:
         connection.sendall(head.encode() + b"\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
 
 
-def test_where_a_token_is_asked_for_the_server_answers_to_any_of_its_names(http: httpx.Client) -> None:
+def test_where_a_token_is_asked_for_the_server_answers_to_any_of_its_names(
+    http: httpx.Client,
+) -> None:
     headers = {"host": "loom.example:8080", "authorization": f"Bearer {READ}"}
 
     assert http.get("/v1/runs", headers=headers).status_code == 200
-    assert http.get("/v1/runs", headers=headers | {"origin": "https://evil.example"}).status_code == 403
+    assert (
+        http.get("/v1/runs", headers=headers | {"origin": "https://evil.example"}).status_code
+        == 403
+    )
     assert http.get("/v1/runs", headers={"host": "loom.example"}).status_code == 401
 
 
@@ -336,7 +391,9 @@ def rpcs() -> list[str]:
         health_pb2.DESCRIPTOR.services_by_name["Health"],
         reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
     )
-    return [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
+    return [
+        f"/{service.full_name}/{method.name}" for service in services for method in service.methods
+    ]
 
 
 def test_every_rpc_has_a_scope_and_no_scope_is_for_an_rpc_that_is_gone() -> None:
@@ -344,7 +401,10 @@ def test_every_rpc_has_a_scope_and_no_scope_is_for_an_rpc_that_is_gone() -> None
 
 
 def test_only_health_is_open_and_what_trains_or_changes_something_takes_control() -> None:
-    names = {scope: {method.rpartition("/")[2] for method, s in RPCS.items() if s is scope} for scope in Scope}
+    names = {
+        scope: {method.rpartition("/")[2] for method, s in RPCS.items() if s is scope}
+        for scope in Scope
+    }
 
     assert names[Scope.OPEN] == {"Check"}
     # And what BY_REQUEST has.
@@ -354,7 +414,10 @@ def test_only_health_is_open_and_what_trains_or_changes_something_takes_control(
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with runs_of(tmp_path_factory.mktemp("ledger")) as runs, over_grpc(runs, Access(CONTROL, READ)) as address:
+    with (
+        runs_of(tmp_path_factory.mktemp("ledger")) as runs,
+        over_grpc(runs, Access(CONTROL, READ)) as address,
+    ):
         yield address
 
 
@@ -374,7 +437,10 @@ BY_REQUEST = {
         wire.StreamRequest(open=wire.StreamOpen(run=RUN, nonce="n")),
         wire.StreamRequest(open=wire.StreamOpen(run=RUN, peek=True)),
     ),
-    "/tokenloom.v2.DataLoader/Snapshot": (wire.SnapshotRequest(run=RUN, save=True), wire.SnapshotRequest(run=RUN)),
+    "/tokenloom.v2.DataLoader/Snapshot": (
+        wire.SnapshotRequest(run=RUN, save=True),
+        wire.SnapshotRequest(run=RUN),
+    ),
 }
 
 
@@ -416,7 +482,10 @@ def test_an_rpc_is_there_for_who_brings_what_it_asks_for_and_for_nobody_else(
         found = outcome(channel, method, header, looks)
         if scope >= RPCS[method]:
             # Let in: an empty request is wrong in its own way, or is not.
-            assert found[0] not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED), (what, found)
+            assert found[0] not in (
+                grpc.StatusCode.UNAUTHENTICATED,
+                grpc.StatusCode.PERMISSION_DENIED,
+            ), (what, found)
             assert found[0] is not grpc.StatusCode.UNIMPLEMENTED, (what, found)
         elif scope is Scope.READ:
             assert found == (grpc.StatusCode.PERMISSION_DENIED, "Forbidden"), what
@@ -424,10 +493,15 @@ def test_an_rpc_is_there_for_who_brings_what_it_asks_for_and_for_nobody_else(
             assert found == (grpc.StatusCode.UNAUTHENTICATED, "Unauthenticated"), what
 
 
-@pytest.mark.parametrize("method", [method for method, scope in RPCS.items() if scope is not Scope.OPEN])
+@pytest.mark.parametrize(
+    "method", [method for method, scope in RPCS.items() if scope is not Scope.OPEN]
+)
 def test_a_stranger_is_refused_before_a_message_is_read(channel: grpc.Channel, method: str) -> None:
     # Nothing is sent, and the request does not end: an answer can only come from the header alone.
-    assert outcome(channel, method, None, ends=False) == (grpc.StatusCode.UNAUTHENTICATED, "Unauthenticated")
+    assert outcome(channel, method, None, ends=False) == (
+        grpc.StatusCode.UNAUTHENTICATED,
+        "Unauthenticated",
+    )
 
 
 @pytest.mark.parametrize(("name", "most"), [("Stats", READ_CALLS), ("Stream", PEEK_CALLS)])
@@ -441,16 +515,23 @@ def test_who_only_looks_takes_no_place_of_the_trainers_and_health_has_places_of_
         yield from ()
 
     health = "/grpc.health.v1.Health/Check"
-    assert outcome(channel, health, None, b"")[0] is grpc.StatusCode.OK  # connected, so that calls come in their order
+    assert (
+        outcome(channel, health, None, b"")[0] is grpc.StatusCode.OK
+    )  # connected, so that calls come in their order
     # As many calls as there are places for them; each waits for a request that does not come.
     call_it = channel.stream_stream(f"/tokenloom.v2.DataLoader/{name}")
-    waiting = [call_it(silent(), metadata=metadata_of(f"Bearer {READ}"), timeout=120) for _ in range(most)]
+    waiting = [
+        call_it(silent(), metadata=metadata_of(f"Bearer {READ}"), timeout=120) for _ in range(most)
+    ]
     try:
         further = call_it(iter([b"\xff"]), metadata=metadata_of(f"Bearer {READ}"), timeout=120)
         join = outcome(channel, "/tokenloom.v2.DataLoader/Join", f"Bearer {CONTROL}", b"")
         assert join == (grpc.StatusCode.NOT_FOUND, "NotFound")
         assert outcome(channel, health, None, b"")[0] is grpc.StatusCode.OK
-        assert outcome(channel, "/tokenloom.v2.DataLoader/Stats", None, b"")[0] is grpc.StatusCode.UNAUTHENTICATED
+        assert (
+            outcome(channel, "/tokenloom.v2.DataLoader/Stats", None, b"")[0]
+            is grpc.StatusCode.UNAUTHENTICATED
+        )
         assert not further.done(), "nothing of it is read"
         waiting.pop().cancel()
         assert further.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -460,7 +541,9 @@ def test_who_only_looks_takes_no_place_of_the_trainers_and_health_has_places_of_
             call.cancel()
 
 
-def test_a_method_that_nobody_has_is_only_told_to_who_may_do_everything(channel: grpc.Channel) -> None:
+def test_a_method_that_nobody_has_is_only_told_to_who_may_do_everything(
+    channel: grpc.Channel,
+) -> None:
     method = "/tokenloom.v2.DataLoader/Nothing"
 
     assert outcome(channel, method, None)[0] is grpc.StatusCode.UNAUTHENTICATED
@@ -469,18 +552,22 @@ def test_a_method_that_nobody_has_is_only_told_to_who_may_do_everything(channel:
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
-def test_a_client_of_another_version_is_refused_with_both_versions(channel: grpc.Channel, version: int) -> None:
+def test_a_client_of_another_version_is_refused_with_both_versions(
+    channel: grpc.Channel, version: int
+) -> None:
     method = f"/tokenloom.v{version}.DataLoader/Join"
     refused = (grpc.StatusCode.FAILED_PRECONDITION, "ProtocolError")
     assert wire.DESCRIPTOR.package == f"tokenloom.v{VERSION}"
 
     assert outcome(channel, method, None)[0] is grpc.StatusCode.UNAUTHENTICATED
-    assert outcome(channel, method, f"Bearer {READ}") == outcome(channel, method, f"Bearer {CONTROL}") == refused
+    assert (
+        outcome(channel, method, f"Bearer {READ}")
+        == outcome(channel, method, f"Bearer {CONTROL}")
+        == refused
+    )
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(method)(b"", metadata=metadata_of(f"Bearer {READ}"), timeout=120)
-    words = (
-        f"speaks version {version} of Tokenloom's wire protocol, and this server version {VERSION}: install the same"
-    )
+    words = f"speaks version {version} of Tokenloom's wire protocol, and this server version {VERSION}: install the same"
     assert words in (caught.value.details() or "")
 
 
@@ -491,7 +578,10 @@ def test_what_changes_something_needs_control_where_the_method_alone_does_not(
     changes, looks = (request.SerializeToString() for request in BY_REQUEST[method])
     absent = (grpc.StatusCode.NOT_FOUND, "NotFound")
 
-    assert outcome(channel, method, f"Bearer {READ}", changes) == (grpc.StatusCode.PERMISSION_DENIED, "Forbidden")
+    assert outcome(channel, method, f"Bearer {READ}", changes) == (
+        grpc.StatusCode.PERMISSION_DENIED,
+        "Forbidden",
+    )
     assert outcome(channel, method, f"Bearer {READ}", looks) == absent
     assert outcome(channel, method, f"Bearer {CONTROL}", changes) == absent
 
@@ -499,12 +589,18 @@ def test_what_changes_something_needs_control_where_the_method_alone_does_not(
 def test_two_tokens_in_the_metadata_are_none(channel: grpc.Channel) -> None:
     call = channel.unary_unary("/tokenloom.v2.DataLoader/Stats")
     with pytest.raises(grpc.RpcError) as caught:
-        call(b"", metadata=metadata_of(f"Bearer {READ}") + metadata_of(f"Bearer {CONTROL}"), timeout=120)
+        call(
+            b"",
+            metadata=metadata_of(f"Bearer {READ}") + metadata_of(f"Bearer {CONTROL}"),
+            timeout=120,
+        )
 
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize("header", [f"Bearer {CONTROL}", f"Bearer {READ}", f"Bearer {CONTROL[:-1]}!", "Bearer x"])
+@pytest.mark.parametrize(
+    "header", [f"Bearer {CONTROL}", f"Bearer {READ}", f"Bearer {CONTROL[:-1]}!", "Bearer x"]
+)
 def test_a_token_is_compared_as_a_digest_in_constant_time_and_with_both(
     monkeypatch: pytest.MonkeyPatch, header: str
 ) -> None:
@@ -538,18 +634,24 @@ MOST = {
 
 
 def test_every_method_has_a_bound_on_what_it_takes() -> None:
-    assert {method.name for method in wire.DESCRIPTOR.services_by_name["DataLoader"].methods} == set(MOST)
+    assert {
+        method.name for method in wire.DESCRIPTOR.services_by_name["DataLoader"].methods
+    } == set(MOST)
 
 
 def padded(size: int) -> bytes:
     """A message of a field that no method knows, of exactly this many bytes."""
     key, length = b"\xfa\x7f", size - 6  # field 2047, length-delimited
-    head = key + bytes((length & 0x7F | 0x80, length >> 7 & 0x7F | 0x80, length >> 14 & 0x7F | 0x80, length >> 21))
+    head = key + bytes(
+        (length & 0x7F | 0x80, length >> 7 & 0x7F | 0x80, length >> 14 & 0x7F | 0x80, length >> 21)
+    )
     return head + bytes(length)
 
 
 @pytest.mark.parametrize("name", MOST)
-def test_a_message_of_more_than_its_method_takes_is_refused(channel: grpc.Channel, name: str) -> None:
+def test_a_message_of_more_than_its_method_takes_is_refused(
+    channel: grpc.Channel, name: str
+) -> None:
     method, header, most = f"/tokenloom.v2.DataLoader/{name}", f"Bearer {CONTROL}", MOST[name]
     assert len(padded(most)) == most
 
@@ -584,7 +686,9 @@ def test_a_server_has_so_many_runs_and_the_next_is_refused_before_it_is_recorded
     for run in ("one", "two"):
         runs.add(mixture_of(tmp_path, run), None)
 
-    with pytest.raises(LimitExceeded, match="this server has 2 runs, and one serves at most 2; start another"):
+    with pytest.raises(
+        LimitExceeded, match="this server has 2 runs, and one serves at most 2; start another"
+    ):
         runs.add(mixture_of(tmp_path, "three"), None)
     assert runs.names() == ["one", "two"]
 
@@ -597,7 +701,9 @@ def test_a_run_has_so_many_saved_snapshots_and_the_next_is_not_saved(
     text, saved = runs.get("saving").snapshots.take(None, save=True)
     assert saved is not None
 
-    with pytest.raises(LimitExceeded, match="'saving' has 1 saved snapshots, and the ledger keeps at most 1"):
+    with pytest.raises(
+        LimitExceeded, match="'saving' has 1 saved snapshots, and the ledger keeps at most 1"
+    ):
         runs.get("saving").snapshots.take(None, save=True)
     assert [entry.id for entry in runs.get("saving").snapshots.list()] == [saved]
     assert runs.get("saving").snapshots.take(None, save=False) == (text, None)
@@ -605,26 +711,47 @@ def test_a_run_has_so_many_saved_snapshots_and_the_next_is_not_saved(
 
 def test_a_world_that_has_no_place_is_refused_before_there_is_a_slot_for_it() -> None:
     largest = JoinCall(
-        rank=0, world_size=join_call.MAX_WORLD_SIZE + 1, batch_size=1, attempt="a", nonce="n", resume="", state=b""
+        rank=0,
+        world_size=join_call.MAX_WORLD_SIZE + 1,
+        batch_size=1,
+        attempt="a",
+        nonce="n",
+        resume="",
+        state=b"",
     )
     with pytest.raises(JoinRefused, match=r"world size is 4097; expected 1 to 4096"):
         join_call.check(largest, sample_bytes=1)
     join_call.check(replace(largest, world_size=join_call.MAX_WORLD_SIZE), sample_bytes=1)
 
 
-def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom_server.order.snapshot_document.unseal", lambda text: pytest.fail("it was parsed"))
+def test_a_snapshot_that_is_too_large_is_refused_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "tokenloom_server.order.snapshot_document.unseal", lambda text: pytest.fail("it was parsed")
+    )
     config = parsed(flat(["txt:a.txt:text"]))
-    with pytest.raises(SnapshotInvalid, match=f"has {snapshot_document.MAX_BYTES + 1} bytes; expected at most"):
-        snapshot.parse(b"x" * (snapshot_document.MAX_BYTES + 1), {}, lambda _: pytest.fail("it was parsed"), config)
+    with pytest.raises(
+        SnapshotInvalid, match=f"has {snapshot_document.MAX_BYTES + 1} bytes; expected at most"
+    ):
+        snapshot.parse(
+            b"x" * (snapshot_document.MAX_BYTES + 1),
+            {},
+            lambda _: pytest.fail("it was parsed"),
+            config,
+        )
 
 
 def test_the_bounds_fit_together() -> None:
     assert MAX_REQUEST_BYTES > snapshot_document.MAX_BYTES, "a Join carries a snapshot"
-    assert MAX_CALLS > 2 * join_call.MAX_WORLD_SIZE, "a whole world reconnects, and somebody looks on"
+    assert MAX_CALLS > 2 * join_call.MAX_WORLD_SIZE, (
+        "a whole world reconnects, and somebody looks on"
+    )
 
 
-def test_a_call_beyond_the_places_is_refused_at_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_beyond_the_places_is_refused_at_once(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tokenloom_server.api.grpc.server.MAX_CALLS", 2)
     with over_grpc(runs) as address, grpc.insecure_channel(address) as channel:
         over = threading.Event()

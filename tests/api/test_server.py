@@ -47,7 +47,12 @@ LATER = {"fastapi", "starlette", "uvicorn", "prometheus_client"}
 #: All that is imported before a server of ids with a ledger in SQLite is ready.
 READY = (
     *("cli", "api.server", "api.service", "api.grpc.servicer", "ledger.sqlite"),
-    *("sources.parquet.reader", "sources.arrow.reader", "sources.jsonl.reader", "sources.txt.reader"),
+    *(
+        "sources.parquet.reader",
+        "sources.arrow.reader",
+        "sources.jsonl.reader",
+        "sources.txt.reader",
+    ),
 )
 
 
@@ -59,7 +64,10 @@ def mixture(tmp_path: Path) -> Path:
         "vocab_size": 8,
         "end_of_text_id": 0,
         "sequence_length": 4,
-        "mixture": {"policy": "least_consumed", "children": [{"source": "parquet:ids.parquet:ids"}]},
+        "mixture": {
+            "policy": "least_consumed",
+            "children": [{"source": "parquet:ids.parquet:ids"}],
+        },
     }
     path = tmp_path / "ids.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
@@ -71,18 +79,28 @@ def test_a_client_two_minor_versions_away_is_refused_before_anything_is_opened(
     mixture: Path, monkeypatch: pytest.MonkeyPatch, further: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("tokenloom_server.api.grpc.servicer.own_release", lambda: "0.5.0")
-    join: dict[str, Any] = {"run": "ids", "world_size": 1, "batch_size": 1, "attempt": "a", "nonce": "n"}
+    join: dict[str, Any] = {
+        "run": "ids",
+        "world_size": 1,
+        "batch_size": 1,
+        "attempt": "a",
+        "nonce": "n",
+    }
     with (
         runs_of(mixture.parent, mixture) as runs,
         over_grpc(runs) as address,
         grpc.insecure_channel(address) as channel,
     ):
         stub = DataLoaderStub(channel)
-        with pytest.raises(grpc.RpcError, match=r"client is Tokenloom 0\.3\.2, and this server 0\.5\.0"):
+        with pytest.raises(
+            grpc.RpcError, match=r"client is Tokenloom 0\.3\.2, and this server 0\.5\.0"
+        ):
             stub.Join(wire.JoinRequest(**join | further, release="0.3.2"), timeout=120)
         assert runs.get("ids").stats.read().generation == 0
         if not further:
-            assert stub.Join(wire.JoinRequest(**join, release="0.4.9"), timeout=120).release == "0.5.0"
+            assert (
+                stub.Join(wire.JoinRequest(**join, release="0.4.9"), timeout=120).release == "0.5.0"
+            )
             assert runs.get("ids").stats.read().ranks[0].release == "0.4.9"
 
 
@@ -110,7 +128,9 @@ def test_a_server_at_work_imports_nothing_that_its_run_does_not_need(mixture: Pa
 def test_a_call_that_comes_before_the_runs_waits_for_them(tmp_path: Path) -> None:
     server = GrpcServer("127.0.0.1:0")
     with grpc.insecure_channel(server.address) as channel:
-        call = health_pb2_grpc.HealthStub(channel).Check.future(health_pb2.HealthCheckRequest(), timeout=120)
+        call = health_pb2_grpc.HealthStub(channel).Check.future(
+            health_pb2.HealthCheckRequest(), timeout=120
+        )
         with pytest.raises(ConfigError, match="in use"):
             GrpcServer(server.address)
         assert not call.done()
@@ -120,7 +140,9 @@ def test_a_call_that_comes_before_the_runs_waits_for_them(tmp_path: Path) -> Non
             server.stop(0.1)
 
 
-def test_the_runs_that_rest_is_tested_with_have_the_owners_of_real_ones(mixture: Path, tmp_path: Path) -> None:
+def test_the_runs_that_rest_is_tested_with_have_the_owners_of_real_ones(
+    mixture: Path, tmp_path: Path
+) -> None:
     with runs_of(tmp_path, mixture) as runs:
         for name, owner in vars(MemoryService().get("any")).items():
             for method in vars(owner) if isinstance(owner, SimpleNamespace) else ():
@@ -139,7 +161,9 @@ def test_a_stream_that_is_opened_and_never_begun_is_ended(
         silent.set()
 
 
-def test_a_peer_that_gives_no_sign_of_life_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_gives_no_sign_of_life_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grpc_service.server, "KEEPALIVE_S", 1)
     with runs_of(tmp_path) as runs, over_grpc(runs) as address:
         host, _, port = address.rpartition(":")

@@ -21,16 +21,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--seed", default="", help="replays; a new one if not given")
     parser.add_argument("--faults", type=int, default=1000, help="in all, over all worlds")
-    parser.add_argument("--world", choices=("all", *(world.name for world in WORLDS)), default="all")
+    parser.add_argument(
+        "--world", choices=("all", *(world.name for world in WORLDS)), default="all"
+    )
     parser.add_argument("--only", default="", help="faults whose name contains this")
-    parser.add_argument("--mutant", default="", help="a check to remove from the server: fence or deduplication")
-    parser.add_argument("--folder", type=Path, help="where all files go; a temporary one if not given")
+    parser.add_argument(
+        "--mutant", default="", help="a check to remove from the server: fence or deduplication"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where all files go; a temporary one if not given"
+    )
     parser.add_argument("--figures", type=Path, help="write the figures there, as JSON")
     asked = parser.parse_args()
     seed = asked.seed or secrets.token_hex(4)
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="tokenloom-chaos-"))
     chosen = {"SEED": seed, "FAULTS": str(asked.faults), "WORLD": asked.world, "ONLY": asked.only}
-    replay = " ".join(["make chaos", *(f"{name}={value}" for name, value in chosen.items() if value)])
+    replay = " ".join(
+        ["make chaos", *(f"{name}={value}" for name, value in chosen.items() if value)]
+    )
     print(f"seed {seed}; files in {folder}; replay with: {replay}", flush=True)
     corpus = write_corpus(folder / "corpus")
     chosen_worlds = [world for world in WORLDS if asked.world in ("all", world.name)]
@@ -72,7 +80,8 @@ def main() -> int:
         "ledger_observations": sum(story.findings.observations for story in stories),
         "states": sum(story.findings.states for story in stories),
         "recovery_s": {
-            name: round(quantile(recoveries_s, q), 2) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1))
+            name: round(quantile(recoveries_s, q), 2)
+            for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1))
         },
         "seconds": round(time.monotonic() - began),
     }

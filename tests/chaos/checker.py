@@ -165,7 +165,9 @@ def check(folder: Path, final_index: int | None) -> Findings:
     expected, order = _Order(size), _Order(size)
     _take_in(reference, np.arange(size), expected, found, counted=False)
     if not expected.known.all():
-        found.fault(f"the reference lacks {int((~expected.known).sum())} of {size} samples; the check needs them all")
+        found.fault(
+            f"the reference lacks {int((~expected.known).sum())} of {size} samples; the check needs them all"
+        )
         return found
     lines = _Lines(expected)
     excepted, needed = np.zeros(size, bool), np.zeros(size, bool)
@@ -178,7 +180,9 @@ def check(folder: Path, final_index: int | None) -> Findings:
             needed[places[: attempt.start + attempt.complete * attempt.step]] = True
     lost = needed & ~order.known & ~excepted
     if lost.any():
-        found.fault(f"lost: {int(lost.sum())} samples never came, the first of them sample {int(lost.argmax())}")
+        found.fault(
+            f"lost: {int(lost.sum())} samples never came, the first of them sample {int(lost.argmax())}"
+        )
     _compare(order, expected, found)
     _check_numbers(expected, found)
     for attempt in attempts:
@@ -208,7 +212,10 @@ class _Lines:
 
 def _read_attempt(folder: Path) -> _Attempt:
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    ranks = [read_records(folder / f"rank-{rank}.steps", plan["batch_size"]) for rank in range(plan["world_size"])]
+    ranks = [
+        read_records(folder / f"rank-{rank}.steps", plan["batch_size"])
+        for rank in range(plan["world_size"])
+    ]
     return _Attempt(folder.name, plan, ranks)
 
 
@@ -228,16 +235,27 @@ def _check_start(
     if asked is not None:
         return
     # At what the ledger had: no further than one step beyond what each rank of some launch before had written down.
-    reaches = [(other.start + other.complete * other.step, other) for other in before if other.start is not None]
+    reaches = [
+        (other.start + other.complete * other.step, other)
+        for other in before
+        if other.start is not None
+    ]
     if not any(start <= reach + other.step for reach, other in reaches) and start:
-        found.fault(f"{attempt.name}: began at sample {start}, beyond what any launch before it had consumed")
+        found.fault(
+            f"{attempt.name}: began at sample {start}, beyond what any launch before it had consumed"
+        )
     for reach, other in reaches:
         if reach < start <= reach + other.step:
             excepted[places[reach:start]] = True
 
 
 def _take_in(
-    attempt: _Attempt, order_places: NDArray[np.int64], order: _Order, found: Findings, *, counted: bool
+    attempt: _Attempt,
+    order_places: NDArray[np.int64],
+    order: _Order,
+    found: Findings,
+    *,
+    counted: bool,
 ) -> None:
     """Checks an attempt in itself and against what is known, and adds it to that."""
     start = attempt.start
@@ -252,21 +270,32 @@ def _take_in(
         ends = start + step * np.arange(1, len(records) + 1)
         if not np.array_equal(records["end"], ends):
             at = int((records["end"] != ends).argmax())
-            found.fault(f"{what}: its step {at} ends at sample {records['end'][at]}, expected {ends[at]}")
+            found.fault(
+                f"{what}: its step {at} ends at sample {records['end'][at]}, expected {ends[at]}"
+            )
             return
         if not np.array_equal(records["tokens"], attempt.clock + ends * LENGTH):
-            found.fault(f"{what}: its total_tokens are not {attempt.clock}, and {LENGTH} for each sample up to there")
+            found.fault(
+                f"{what}: its total_tokens are not {attempt.clock}, and {LENGTH} for each sample up to there"
+            )
         places = records["samples"] - (ends - step)[:, None]
         firsts = places[:, 0]
         in_a_row = np.array_equal(places, firsts[:, None] + np.arange(batch_size))
-        if not in_a_row or (firsts % batch_size).any() or (firsts < 0).any() or (firsts >= step).any():
+        if (
+            not in_a_row
+            or (firsts % batch_size).any()
+            or (firsts < 0).any()
+            or (firsts >= step).any()
+        ):
             found.fault(f"{what}: its samples are not {batch_size} in a row of their step")
             return
         slices.append((what, records, firsts // batch_size))
     whole = np.array([firsts[: attempt.complete] for _, _, firsts in slices])
     every = np.tile(np.arange(len(whole))[:, None], attempt.complete)
     if attempt.complete and not np.array_equal(np.sort(whole, axis=0), every):
-        found.fault(f"{attempt.name}: two ranks were given the same samples of a step, or none was given some")
+        found.fault(
+            f"{attempt.name}: two ranks were given the same samples of a step, or none was given some"
+        )
     for what, records, _ in slices:
         indices = order_places[records["samples"].ravel()]
         sources, ids = records["sources"].ravel(), records["ids"].reshape(-1, LENGTH)
@@ -274,14 +303,18 @@ def _take_in(
         same = (order.sources[indices] == sources) & (order.ids[indices] == ids).all(axis=1)
         if (known & ~same).any():
             index = int(indices[(known & ~same).argmax()])
-            found.fault(f"{what}: sample {index} of the undisturbed run is not what it was when it came before")
+            found.fault(
+                f"{what}: sample {index} of the undisturbed run is not what it was when it came before"
+            )
         order.sources[indices], order.ids[indices] = sources, ids
         if counted:
             found.delivered += len(indices)
 
 
 def _compare(order: _Order, expected: _Order, found: Findings) -> None:
-    differs = order.known & ((order.sources != expected.sources) | (order.ids != expected.ids).any(axis=1))
+    differs = order.known & (
+        (order.sources != expected.sources) | (order.ids != expected.ids).any(axis=1)
+    )
     if differs.any():
         index = int(differs.argmax())
         found.fault(
@@ -299,7 +332,9 @@ def _check_numbers(order: _Order, found: Findings) -> None:
         expected = np.resize(epoch, len(got))
         if not np.array_equal(got, expected):
             at = int((got != expected).argmax())
-            found.fault(f"source {source.alias}: its token {at} is {got[at]}, expected {expected[at]}")
+            found.fault(
+                f"source {source.alias}: its token {at} is {got[at]}, expected {expected[at]}"
+            )
     if not np.isin(order.sources, range(len(SOURCES))).all():
         found.fault("there are samples of a source that does not exist")
 
@@ -318,7 +353,9 @@ def _check_digests(attempt: _Attempt, digests: list[str], found: Findings) -> No
     for rank, records in enumerate(attempt.ranks):
         for end, digest in zip(records["end"].tolist(), records["digest"].tolist(), strict=True):
             if digests[end] != digest.decode():
-                found.fault(f"{attempt.name}, rank {rank}: the digest at sample {end} is not that of the tensors")
+                found.fault(
+                    f"{attempt.name}, rank {rank}: the digest at sample {end} is not that of the tensors"
+                )
                 break
 
 
@@ -329,7 +366,9 @@ def _check_states(folder: Path, attempt: _Attempt, found: Findings) -> None:
         for end, state in read_states(folder, rank).items():
             found.states += 1
             if texts.setdefault(end, state) != state:
-                found.fault(f"{attempt.name}: rank {rank}'s state at sample {end} is not that of the other ranks")
+                found.fault(
+                    f"{attempt.name}: rank {rank}'s state at sample {end} is not that of the other ranks"
+                )
 
 
 def read_states(folder: Path, rank: int) -> dict[int, str]:
@@ -346,15 +385,24 @@ def _check_snapshots(path: Path, lines: _Lines, clock: int, found: Findings) -> 
         index, digests = snapshot["sample_index"], lines.of(snapshot.get("skips", [])).digests
         if index >= len(digests):
             continue
-        told, expected = (snapshot["digest"], snapshot["total_tokens"]), (digests[index], clock + index * LENGTH)
+        told, expected = (
+            (snapshot["digest"], snapshot["total_tokens"]),
+            (digests[index], clock + index * LENGTH),
+        )
         if told != expected:
-            found.fault(f"a snapshot at sample {index} has digest and tokens {told}, expected {expected}")
+            found.fault(
+                f"a snapshot at sample {index} has digest and tokens {told}, expected {expected}"
+            )
 
 
 def _check_ledger(
     path: Path, attempts: list[_Attempt], lines: _Lines, final_index: int | None, found: Findings
 ) -> None:
-    seen = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    seen = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.exists()
+        else []
+    )
     by_name = {attempt.plan["attempt"]: attempt for attempt in attempts}
     last = {"generation": 0, "sample_index": 0, "epoch": 0}
     nothing = dict(last)
@@ -368,13 +416,17 @@ def _check_ledger(
         generation, index = each["generation"], each["sample_index"]
         what = f"the ledger (generation {generation}, sample {index})"
         if generation < last["generation"] or each["epoch"] < last["epoch"]:
-            found.fault(f"{what}: went back from generation {last['generation']}, epoch {last['epoch']}")
+            found.fault(
+                f"{what}: went back from generation {last['generation']}, epoch {last['epoch']}"
+            )
         if generation == last["generation"] and index < last["sample_index"]:
             found.fault(f"{what}: went back from sample {last['sample_index']}")
         if number and "lost" in seen[number - 1] and generation == generations_seen:
             lost = generation, index
         if lost is not None and generation == lost[0] and index != lost[1]:
-            found.fault(f"{what}: went on from sample {lost[1]}, where the ledger had lost what came behind it")
+            found.fault(
+                f"{what}: went on from sample {lost[1]}, where the ledger had lost what came behind it"
+            )
         generations_seen = max(generations_seen, generation)
         last = each
         attempt = by_name.get(each["attempt"])
@@ -383,26 +435,40 @@ def _check_ledger(
             continue
         start = attempt.start if attempt.start is not None else attempt.plan["start"]
         # A rank may have taken one step more than it has written down.
-        had = min(int(np.searchsorted(rank["at"], each["at"], side="right")) for rank in attempt.ranks)
+        had = min(
+            int(np.searchsorted(rank["at"], each["at"], side="right")) for rank in attempt.ranks
+        )
         if start is not None and index > start + (had + 1) * attempt.step:
             held = start + had * attempt.step
-            found.fault(f"{what}: beyond sample {held}, which is all that every rank of {attempt.name} had by then")
+            found.fault(
+                f"{what}: beyond sample {held}, which is all that every rank of {attempt.name} had by then"
+            )
         line = lines.of(attempt.skips)
         if index >= len(line.digests):
             found.fault(f"{what}: no trainer was ever given so many samples")
             continue
         if each["total_tokens"] != attempt.clock + index * LENGTH:
-            found.fault(f"{what}: {each['total_tokens']} tokens, expected {attempt.clock + index * LENGTH}")
+            found.fault(
+                f"{what}: {each['total_tokens']} tokens, expected {attempt.clock + index * LENGTH}"
+            )
         _check_counters(each, index, line, what, found)
     found.observations = sum("lost" not in each for each in seen)
     if final_index is not None and last["sample_index"] != final_index:
-        found.fault(f"in the end the ledger is at sample {last['sample_index']}, but all ranks consumed {final_index}")
+        found.fault(
+            f"in the end the ledger is at sample {last['sample_index']}, but all ranks consumed {final_index}"
+        )
 
 
-def _check_counters(each: dict[str, Any], index: int, line: _Line, what: str, found: Findings) -> None:
+def _check_counters(
+    each: dict[str, Any], index: int, line: _Line, what: str, found: Findings
+) -> None:
     if each["digest"] != line.digests[index]:
         found.fault(f"{what}: digest {each['digest']}; recounted {line.digests[index]}")
-    for source, count, rows in zip(SOURCES, line.samples[:, index].tolist(), line.rows[:, index].tolist(), strict=True):
+    for source, count, rows in zip(
+        SOURCES, line.samples[:, index].tolist(), line.rows[:, index].tolist(), strict=True
+    ):
         recounted = {"samples": count, "rows": rows, "tokens": count * LENGTH}
         if each["counters"].get(source.spec) != recounted:
-            found.fault(f"{what}: {source.alias} counts {each['counters'].get(source.spec)}; recounted {recounted}")
+            found.fault(
+                f"{what}: {source.alias} counts {each['counters'].get(source.spec)}; recounted {recounted}"
+            )

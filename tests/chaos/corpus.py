@@ -77,19 +77,25 @@ def write_corpus(folder: Path) -> Path:
     code, docs, wiki, long = (source.row_ids() for source in SOURCES)
     for shard, rows in enumerate((code[:500], code[500:503], code[503:])):
         _write_parquet(data / f"code-{shard}.parquet", rows)
-    (data / "docs.jsonl").write_text("".join(json.dumps({"ids": row}) + "\n" for row in docs), encoding="utf-8")
+    (data / "docs.jsonl").write_text(
+        "".join(json.dumps({"ids": row}) + "\n" for row in docs), encoding="utf-8"
+    )
     write_arrow(data / "wiki", wiki)
     _write_parquet(data / "long.parquet", long)
     return folder
 
 
 def _write_parquet(path: Path, rows: Sequence[Sequence[int]]) -> None:
-    pq.write_table(pa.table({"ids": pa.array(rows, pa.list_(pa.uint32()))}), path, row_group_size=64)
+    pq.write_table(
+        pa.table({"ids": pa.array(rows, pa.list_(pa.uint32()))}), path, row_group_size=64
+    )
 
 
 def write_mixture(path: Path, run: str, seed: int) -> Path:
     """A mixture file in the corpus's folder: a tree of two levels and both policies."""
-    code, docs, wiki, long = ({"source": each.spec, "alias": each.alias, "epochs": float("inf")} for each in SOURCES)
+    code, docs, wiki, long = (
+        {"source": each.spec, "alias": each.alias, "epochs": float("inf")} for each in SOURCES
+    )
     document: dict[str, Any] = {
         "run": run,
         "seed": seed,
@@ -103,7 +109,11 @@ def write_mixture(path: Path, run: str, seed: int) -> Path:
             "children": [
                 code | {"weight": 2},
                 docs,
-                {"policy": "weighted", "alias": "rest", "children": [wiki | {"weight": 0.7}, long | {"weight": 0.3}]},
+                {
+                    "policy": "weighted",
+                    "alias": "rest",
+                    "children": [wiki | {"weight": 0.7}, long | {"weight": 0.3}],
+                },
             ],
         },
     }

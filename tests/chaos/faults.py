@@ -50,9 +50,15 @@ def fault(resource: str, weight: float, needs: str = "", **parameters: Any) -> C
     """Adds a fault; its name is the function's, with the parameters' values behind it."""
 
     def add(function: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
-        name = "-".join([function.__name__.strip("_").replace("_", "-"), *map(str, parameters.values())])
+        name = "-".join(
+            [function.__name__.strip("_").replace("_", "-"), *map(str, parameters.values())]
+        )
         begin = contextmanager(function)
-        FAULTS.append(Fault(name, resource, weight, lambda world, draw: begin(world, draw, **parameters), needs))
+        FAULTS.append(
+            Fault(
+                name, resource, weight, lambda world, draw: begin(world, draw, **parameters), needs
+            )
+        )
         return function
 
     return add
@@ -281,8 +287,16 @@ def _skip(world: World, draw: random.Random, point: str, how: str) -> Iterator[N
     state, index = world.checkpoint(draw, oldest=draw.random() < 0.3)
     samples = draw.choice((1, 2, 7, 40, 150))
     # What the ledger lost, or a job that was launched again further back has not come to, can still be given to it.
-    by_state = index < world.history_from or draw.random() < 0.3 or index > world.wait_observed()["sample_index"]
-    body = {"snapshot": json.loads(state).get("tokenloom", state)} if by_state else {"sample_index": index}
+    by_state = (
+        index < world.history_from
+        or draw.random() < 0.3
+        or index > world.wait_observed()["sample_index"]
+    )
+    body = (
+        {"snapshot": json.loads(state).get("tokenloom", state)}
+        if by_state
+        else {"sample_index": index}
+    )
     body |= {"skip_samples": samples}
     if how:
         server.arm(point, how)
@@ -302,7 +316,9 @@ def _skip(world: World, draw: random.Random, point: str, how: str) -> Iterator[N
     _begin_at_skip(world, draw, state, index, samples, answered)
 
 
-def _begin_at_skip(world: World, draw: random.Random, state: str, index: int, samples: int, answered: bool) -> None:
+def _begin_at_skip(
+    world: World, draw: random.Random, state: str, index: int, samples: int, answered: bool
+) -> None:
     """The next attempt, with the checkpoint, or by the pin alone. Where no answer came, the server's stats say
     whether the run skips; the checker holds tensors to that."""
     after = [*world.skips, [index, samples]]
@@ -319,7 +335,9 @@ def _begin_at_skip(world: World, draw: random.Random, state: str, index: int, sa
     stats = world.ask(f"/v1/runs/{RUN}/stats", method="GET")
     said = {int(at): count for at, count in stats["skips"].items()}
     expected = [skips_by_index(after), *([] if answered else [skips_by_index(world.skips)])]
-    assert said in expected and stats["pin"] is None, f"skips are {said}, pin {stats['pin']}; expected {expected}"
+    assert said in expected and stats["pin"] is None, (
+        f"skips are {said}, pin {stats['pin']}; expected {expected}"
+    )
     if said == expected[0]:
         world.note_skip(index, samples)
 
@@ -339,7 +357,9 @@ def skip_refused_or_taken_back(world: World, draw: random.Random) -> Iterator[No
     """A skip beyond what was produced is refused, and one that is pinned is taken back: the job never notices."""
     path, job = f"/v1/runs/{RUN}/restore", world.job
     assert job is not None
-    refused = _Call(_leader(world), path, {"sample_index": job.reach() + 1_000_000, "skip_samples": 7})
+    refused = _Call(
+        _leader(world), path, {"sample_index": job.reach() + 1_000_000, "skip_samples": 7}
+    )
     yield
     world.wait(lambda: refused.over, "the refusal of a skip", LIVENESS_S)
     status = refused.error.status if refused.error is not None else 200
@@ -364,7 +384,11 @@ def _revised(
     path = f"/v1/runs/{RUN}/mixture"
     known = [int(each["sample_index"]) for each in world.ask(path, method="GET")["revisions"]]
     server, change = _leader(world), {"child": "docs", "max_tokens": 10**12 + draw.randrange(10**9)}
-    body = {"reason": "chaos", "set": [change], **{key: max(value, *known, 0) for key, value in where.items()}}
+    body = {
+        "reason": "chaos",
+        "set": [change],
+        **{key: max(value, *known, 0) for key, value in where.items()},
+    }
     if how:
         server.arm(point, how)
     call = _Call(server, path, body, "PATCH")
@@ -374,7 +398,10 @@ def _revised(
     world.wait(lambda: call.over, "the answer to a revision", LIVENESS_S)
     if call.error is not None and call.error.status not in (0, 503):
         raise call.error
-    made = [int(each["sample_index"]) for each in world.ask(path, method="GET")["revisions"][len(known) :]]
+    made = [
+        int(each["sample_index"])
+        for each in world.ask(path, method="GET")["revisions"][len(known) :]
+    ]
     if not made:
         assert call.error is not None, "a revision was answered, and is not there"
         if not where:  # else production may have passed it by now
@@ -388,7 +415,9 @@ def _revised_ahead(world: World, draw: random.Random, point: str, how: str) -> I
     job = world.job
     assert job is not None
     where = {"sample_index": job.reach() + draw.randint(6_000, 30_000)}
-    known, made = yield from _revised(world, draw, where, f"revised-ahead-{point}-{how}", point, how)
+    known, made = yield from _revised(
+        world, draw, where, f"revised-ahead-{point}-{how}", point, how
+    )
     if made and draw.random() < 0.4:
         world.ask(f"/v1/runs/{RUN}/mixture/revisions/{len(known) + 1}", method="DELETE")
         return
@@ -396,7 +425,11 @@ def _revised_ahead(world: World, draw: random.Random, point: str, how: str) -> I
     job.changes = len(world.changes)  # it has come to none of them yet
 
 
-for _point, _how, _often in (("", "", 1.5), ("revise-after", "SIGKILL", 0.4), ("revise-before", "LOSE", 0.4)):
+for _point, _how, _often in (
+    ("", "", 1.5),
+    ("revise-after", "SIGKILL", 0.4),
+    ("revise-before", "LOSE", 0.4),
+):
     fault("all", _often, point=_point, how=_how)(_revised_ahead)
 
 
@@ -409,7 +442,9 @@ def forked(world: World, draw: random.Random) -> Iterator[None]:
     folder = world.folder / name
     folder.mkdir()
     # In the corpus's folder, as the job's own.
-    mixture = write_mixture(world.mixture.with_name(f"{world.folder.name}-{name}.yaml"), name, world.mixture_seed)
+    mixture = write_mixture(
+        world.mixture.with_name(f"{world.folder.name}-{name}.yaml"), name, world.mixture_seed
+    )
     world.ask("/v1/runs", {"file": str(mixture)})
     world.ask(f"/v1/runs/{name}/fork", {"snapshot": json.loads(state).get("tokenloom", state)})
     (folder / "stop").write_text(str(index + 40))
@@ -419,12 +454,18 @@ def forked(world: World, draw: random.Random) -> Iterator[None]:
     records = read_records(folder / "rank-0.steps", 4)
     assert len(records) == 10, (folder / "rank-0.log").read_text(encoding="utf-8")[-3000:]
     last = records[-1]
-    found = {"sample_index": int(last["end"]), "total_tokens": int(last["tokens"]), "digest": last["digest"].decode()}
+    found = {
+        "sample_index": int(last["end"]),
+        "total_tokens": int(last["tokens"]),
+        "digest": last["digest"].decode(),
+    }
     # A checkpoint may be older than skips of the job after it.
     skips = world.ask(f"/v1/runs/{name}/stats", method="GET")["skips"]
     found["skips"] = sorted([int(at), count] for at, count in skips.items())
     revisions = world.ask(f"/v1/runs/{RUN}/mixture", method="GET")["revisions"]
-    assert found["sample_index"] == index + 40, f"a fork at sample {index} came to {found} in ten steps"
+    assert found["sample_index"] == index + 40, (
+        f"a fork at sample {index} came to {found} in ten steps"
+    )
     if not revisions:  # else the fork has other rules, and shares that begin anew
         world.note_snapshot(found)
     world.ask(f"/v1/runs/{name}", method="DELETE")
@@ -444,12 +485,16 @@ def _revised_standing(world: World, draw: random.Random, point: str, how: str) -
     else:
         world.kill_job()
     world.pause(BUSY_S + 1.0)
-    known, made = yield from _revised(world, draw, {}, f"revised-standing-{point}-{how}", point, how)
+    known, made = yield from _revised(
+        world, draw, {}, f"revised-standing-{point}-{how}", point, how
+    )
     # A step that a rank got, and did not write down, may have been reported; a snapshot keeps a sample more. Revisions
     # hold in the order of their making.
     reach = max(old.reach() + old.step + 1, (old.start or 0) + 1, *known)
     # A rank that hangs keeps its connection: as far as its window goes it may come back.
-    assert hangs or how or made[0] <= reach, f"revisions at {made}, though the run stands at sample {reach} at most"
+    assert hangs or how or made[0] <= reach, (
+        f"revisions at {made}, though the run stands at sample {reach} at most"
+    )
     world.changes += made
     world.relaunch(draw)
     if hangs:
@@ -468,7 +513,9 @@ for _point, _how, _often in (
 class _Call(threading.Thread):
     """A REST call that may be broken off."""
 
-    def __init__(self, server: ChaosServer, path: str, body: dict[str, Any], method: str = "POST") -> None:
+    def __init__(
+        self, server: ChaosServer, path: str, body: dict[str, Any], method: str = "POST"
+    ) -> None:
         super().__init__(name=f"{method} {path}", daemon=True)
         self._server, self._path, self._body, self._method = server, path, body, method
         self.error: ServerError | None = None
@@ -771,7 +818,9 @@ def second_launch_by_mistake(world: World, draw: random.Random) -> Iterator[None
     second.may_end_with.add("RunBusy")
     world.job = job
     yield
-    world.wait(lambda: world.ranks.status(second.names[0]) is not None, "the refusal of a second launch")
+    world.wait(
+        lambda: world.ranks.status(second.names[0]) is not None, "the refusal of a second launch"
+    )
     # The others ask for longer, in case that rank 0 is only cut off; its launcher ends them with it.
     world.signal(signal.SIGKILL, second)
     world.wait_ended(second, "the end of a second launch")
@@ -786,7 +835,10 @@ def all_killed_and_started_in_any_order(world: World, draw: random.Random) -> It
     world.kill_job()
     for server in world.servers:
         server.kill()
-    starts: list[Callable[[], object]] = [*(server.start for server in world.servers), lambda: world.relaunch(draw)]
+    starts: list[Callable[[], object]] = [
+        *(server.start for server in world.servers),
+        lambda: world.relaunch(draw),
+    ]
     if world.redis is not None:
         world.redis.kill()
         starts.append(world.redis.start)
@@ -803,7 +855,9 @@ def all_killed_and_started_in_any_order(world: World, draw: random.Random) -> It
 def _await_takeover(world: World, old: ChaosServer) -> None:
     """Until another server leads, and trains the job."""
     others = [server for server in world.servers if server is not old]
-    waited_s = world.wait(lambda: any(server.leads() for server in others), "that a server that stood by took over")
+    waited_s = world.wait(
+        lambda: any(server.leads() for server in others), "that a server that stood by took over"
+    )
     world.takeover_s = waited_s + world.recover()
 
 
@@ -839,7 +893,9 @@ def leader_stopped_beyond_its_lease(world: World, draw: random.Random) -> Iterat
 
 
 @fault("all", 0.7, "standby")
-def leader_stopped_before_a_commit_and_beyond_its_lease(world: World, draw: random.Random) -> Iterator[None]:
+def leader_stopped_before_a_commit_and_beyond_its_lease(
+    world: World, draw: random.Random
+) -> Iterator[None]:
     """The same in the midst of a commit, which then comes late and from an older epoch."""
     leader = _leader(world)
     leader.arm("commit-before", "SIGSTOP", skip=draw.randint(0, 5))

@@ -38,7 +38,9 @@ class ServerError(Exception):
 class ChaosServer:
     """``tokenloom serve`` on ports that stay, started again whenever it ended while it is wanted."""
 
-    def __init__(self, folder: Path, mixture: Path, ledger: str, options: list[str], mutant: str) -> None:
+    def __init__(
+        self, folder: Path, mixture: Path, ledger: str, options: list[str], mutant: str
+    ) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.grpc_port, self.rest_port = free_port(), free_port()
@@ -47,9 +49,27 @@ class ChaosServer:
         self.starts = 0
         self._arm_file = folder / "armed.json"
         self._ready_file = folder / "ready.json"
-        self._arguments: list[object] = [self._arm_file, mutant, "serve", mixture, "--ledger", ledger]
-        self._arguments += ["--grpc", f"127.0.0.1:{self.grpc_port}", "--rest", f"127.0.0.1:{self.rest_port}"]
-        self._arguments += ["--ready-file", self._ready_file, "--index-dir", folder.parent / "index", *options]
+        self._arguments: list[object] = [
+            self._arm_file,
+            mutant,
+            "serve",
+            mixture,
+            "--ledger",
+            ledger,
+        ]
+        self._arguments += [
+            "--grpc",
+            f"127.0.0.1:{self.grpc_port}",
+            "--rest",
+            f"127.0.0.1:{self.rest_port}",
+        ]
+        self._arguments += [
+            "--ready-file",
+            self._ready_file,
+            "--index-dir",
+            folder.parent / "index",
+            *options,
+        ]
         self._process: Fork | None = None
         self._ended_at = 0.0
 
@@ -69,7 +89,9 @@ class ChaosServer:
         """Does not wait for it."""
         self.wanted = True
         self._ready_file.unlink(missing_ok=True)
-        self._process = server_forks().fork("chaos.server_at:main", self._arguments, output=self.folder / "server.log")
+        self._process = server_forks().fork(
+            "chaos.server_at:main", self._arguments, output=self.folder / "server.log"
+        )
         self.starts += 1
         self._ended_at = 0.0
 
@@ -132,7 +154,9 @@ class ChaosServer:
             return False
         join_handler = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with join_handler.open(f"http://127.0.0.1:{self.rest_port}/readyz", timeout=_LOOK_TIMEOUT_S):
+            with join_handler.open(
+                f"http://127.0.0.1:{self.rest_port}/readyz", timeout=_LOOK_TIMEOUT_S
+            ):
                 return True
         except urllib.error.HTTPError as error:
             with error:

@@ -184,7 +184,9 @@ class Proxy:
     # Forwarding, on the loop
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=_CHUNK_BYTES)
+        self._server = await asyncio.start_server(
+            self._serve, "127.0.0.1", self.port, limit=_CHUNK_BYTES
+        )
 
     async def _stop_listening(self) -> None:
         if self._server is not None:
@@ -193,7 +195,9 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, near: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far = await asyncio.open_connection("127.0.0.1", self.target_port, limit=_CHUNK_BYTES)
+            far_reader, far = await asyncio.open_connection(
+                "127.0.0.1", self.target_port, limit=_CHUNK_BYTES
+            )
         except OSError:
             _Connection(near, near).reset()
             return
@@ -205,7 +209,8 @@ class Proxy:
         self._connections.add(connection)
         try:
             await asyncio.gather(
-                self._pump(connection, "up", reader, far), self._pump(connection, "down", far_reader, near)
+                self._pump(connection, "up", reader, far),
+                self._pump(connection, "down", far_reader, near),
             )
         except OSError:
             pass
@@ -216,7 +221,11 @@ class Proxy:
             far.close()
 
     async def _pump(
-        self, connection: _Connection, direction: Direction, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        connection: _Connection,
+        direction: Direction,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         gate = connection.gates[direction]
         while chunk := await reader.read(_CHUNK_BYTES):

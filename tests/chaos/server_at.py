@@ -126,7 +126,9 @@ def install(arm_file: Path, mutant: str) -> None:
         if mutant:
             script, line = MUTANTS[mutant]
             scripts = ledger._client._scripts
-            assert line in scripts[script], f"the mutant {mutant!r} finds nothing to remove in {script}.lua"
+            assert line in scripts[script], (
+                f"the mutant {mutant!r} finds nothing to remove in {script}.lua"
+            )
             scripts[script] = scripts[script].replace(line, "")
         return _PointedLedger(ledger, points)
 

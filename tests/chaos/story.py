@@ -30,7 +30,11 @@ class Kind:
     share: float
 
 
-WORLDS = (Kind("standby", "redis", 2, 0.34), Kind("redis", "redis", 1, 0.36), Kind("sqlite", "sqlite", 1, 0.3))
+WORLDS = (
+    Kind("standby", "redis", 2, 0.34),
+    Kind("redis", "redis", 1, 0.36),
+    Kind("sqlite", "sqlite", 1, 0.3),
+)
 
 #: How often a second fault, and then a third, begins while the first is there.
 AGAIN = 0.25
@@ -68,7 +72,11 @@ def tell(
     began = time.monotonic()
     story = Story(seed)
     world = World(folder, corpus, seed, ledger=ledger, servers=servers, mutant=mutant)
-    there = {name for name, is_there in (("redis", ledger == "redis"), ("standby", servers > 1)) if is_there}
+    there = {
+        name
+        for name, is_there in (("redis", ledger == "redis"), ("standby", servers > 1))
+        if is_there
+    }
     known = [each for each in FAULTS if only in each.name and there.issuperset(each.needs.split())]
     try:
         for server in world.servers:
@@ -97,7 +105,9 @@ def tell(
             world.missed.clear()
             story.recoveries_s.append(recovered_s)
             elapsed = time.monotonic() - began
-            progress(f"{elapsed:7.1f} s  fault {story.count:4d}/{faults}  recovered in {recovered_s:5.2f} s  {names}")
+            progress(
+                f"{elapsed:7.1f} s  fault {story.count:4d}/{faults}  recovered in {recovered_s:5.2f} s  {names}"
+            )
             number += 1
         story.final_index = world.finish()
         world.check_ledger()

@@ -55,11 +55,26 @@ def test_a_hundred_faults_lose_repeat_and_reorder_nothing_and_training_goes_on_b
     ("mutant", "only", "message"),
     [
         # Where the job ends before it is as far as the older commit, the ledger does not end where the job does.
-        ("fence", "late-commit-of-an-older-launch", "the ledger .* beyond sample|the last commit did not happen"),
+        (
+            "fence",
+            "late-commit-of-an-older-launch",
+            "the ledger .* beyond sample|the last commit did not happen",
+        ),
         # Whoever sees the commits go back: the checker, or the server, which takes it for lost data.
         ("deduplication", "late-commit", "the ledger .* went back from sample|LedgerRolledBack"),
     ],
 )
-def test_a_ledger_without_a_check_is_caught(corpus: Path, tmp_path: Path, mutant: str, only: str, message: str) -> None:
+def test_a_ledger_without_a_check_is_caught(
+    corpus: Path, tmp_path: Path, mutant: str, only: str, message: str
+) -> None:
     with pytest.raises(AssertionError, match=message):
-        tell(tmp_path / mutant, corpus, mutant, 3, ledger="redis", only=only, mutant=mutant, progress=print)
+        tell(
+            tmp_path / mutant,
+            corpus,
+            mutant,
+            3,
+            ledger="redis",
+            only=only,
+            mutant=mutant,
+            progress=print,
+        )

@@ -56,7 +56,9 @@ class Files:
         self.seen = [self.look(1, "0000", index) for index in (0, 60, 120)]
         self.seen += [self.look(2, "0001", index) for index in (96, 150, 240)]
 
-    def launch(self, world_size: int, batch_size: int, start: int, steps: tuple[int, ...]) -> list[NDArray[np.void]]:
+    def launch(
+        self, world_size: int, batch_size: int, start: int, steps: tuple[int, ...]
+    ) -> list[NDArray[np.void]]:
         ranks = []
         for rank, count in enumerate(steps):
             records = np.zeros(count, record_type(batch_size))
@@ -65,8 +67,16 @@ class Files:
                 at = begin + (rank + step) % world_size * batch_size + np.arange(batch_size)
                 end = begin + world_size * batch_size
                 record["at"] = step
-                record["end"], record["tokens"], record["digest"] = end, end * LENGTH, self.digests[end].encode()
-                record["samples"], record["sources"], record["ids"] = at, self.sources[at], self.ids[at]
+                record["end"], record["tokens"], record["digest"] = (
+                    end,
+                    end * LENGTH,
+                    self.digests[end].encode(),
+                )
+                record["samples"], record["sources"], record["ids"] = (
+                    at,
+                    self.sources[at],
+                    self.ids[at],
+                )
             ranks.append(records)
         return ranks
 
@@ -91,18 +101,29 @@ class Files:
 
     def write(self, folder: Path) -> Path:
         reference = self.launch(1, 8, 0, (SAMPLES // 8,))
-        launches = {f"attempts/{name}": ranks for name, ranks in self.launches.items()} | {"reference": reference}
+        launches = {f"attempts/{name}": ranks for name, ranks in self.launches.items()} | {
+            "reference": reference
+        }
         starts = [*self.starts, 0]
         for (name, ranks), start in zip(launches.items(), starts, strict=True):
             into = folder / name
             into.mkdir(parents=True)
             batch_size = ranks[0]["samples"].shape[1]
-            plan = {"attempt": into.name, "world_size": len(ranks), "batch_size": batch_size, "start": start}
-            (into / "plan.json").write_text(json.dumps(plan | {"skips": self.skips.get(into.name, [])}))
+            plan = {
+                "attempt": into.name,
+                "world_size": len(ranks),
+                "batch_size": batch_size,
+                "start": start,
+            }
+            (into / "plan.json").write_text(
+                json.dumps(plan | {"skips": self.skips.get(into.name, [])})
+            )
             for rank, records in enumerate(ranks):
                 (into / f"rank-{rank}.steps").write_bytes(records.tobytes())
             for rank, states in enumerate(self.states.get(into.name, [])):
-                lines = [json.dumps({"end": end, "state": state}) + "\n" for end, state in states.items()]
+                lines = [
+                    json.dumps({"end": end, "state": state}) + "\n" for end, state in states.items()
+                ]
                 (into / f"rank-{rank}.states").write_text("".join(lines))
         (folder / "ledger.jsonl").write_text("".join(json.dumps(each) + "\n" for each in self.seen))
         return folder
@@ -124,7 +145,9 @@ def skipping(skipped: Sequence[int]) -> Files:
     return files
 
 
-def test_a_launch_that_passes_over_samples_is_held_to_the_order_without_them(tmp_path: Path) -> None:
+def test_a_launch_that_passes_over_samples_is_held_to_the_order_without_them(
+    tmp_path: Path,
+) -> None:
     found = check(skipping([54, 55, 56, *range(60, 67)]).write(tmp_path), 230)
     assert (found.wrong, found.distinct) == ([], SAMPLES)
     assert skips_by_index(SKIPS) == {54: 3, 57: 7}
@@ -134,10 +157,15 @@ def test_a_launch_that_passes_over_samples_is_held_to_the_order_without_them(tmp
     ("skipped", "message"),
     [
         ([*range(60, 70)], "0002, rank 0: sample 57 of the undisturbed run is not what it was"),
-        ([54, 55, 56, *range(61, 68)], "0002, rank 0: sample 67 of the undisturbed run is not what it was"),
+        (
+            [54, 55, 56, *range(61, 68)],
+            "0002, rank 0: sample 67 of the undisturbed run is not what it was",
+        ),
     ],
 )
-def test_a_launch_that_passes_over_other_samples_is_found(skipped: list[int], message: str, tmp_path: Path) -> None:
+def test_a_launch_that_passes_over_other_samples_is_found(
+    skipped: list[int], message: str, tmp_path: Path
+) -> None:
     files = skipping(skipped)
     wrong = check(files.write(tmp_path), 230).wrong
     assert re.search(message, "\n".join(wrong)), wrong
@@ -160,7 +188,9 @@ def lose_a_step(files: Files) -> None:
 
 
 def repeat_a_step(files: Files) -> None:
-    files.launches["0001"][1] = np.insert(files.launches["0001"][1], 20, files.launches["0001"][1][20])
+    files.launches["0001"][1] = np.insert(
+        files.launches["0001"][1], 20, files.launches["0001"][1][20]
+    )
 
 
 def give_two_ranks_the_same(files: Files) -> None:
@@ -245,7 +275,9 @@ def lose_the_last_commit(files: Files) -> None:
         (lose_the_last_commit, "in the end the ledger is at sample 150"),
     ],
 )
-def test_every_kind_of_wrong_is_found(spoil: Callable[[Files], None], message: str, tmp_path: Path) -> None:
+def test_every_kind_of_wrong_is_found(
+    spoil: Callable[[Files], None], message: str, tmp_path: Path
+) -> None:
     files = Files()
     spoil(files)
     wrong = check(files.write(tmp_path), SAMPLES).wrong

@@ -10,12 +10,18 @@ from chaos.faults import group_of
 
 HERE = Path(__file__).resolve().parent
 PAGE = (HERE.parent.parent / "docs" / "how-we-know.md").read_text(encoding="utf-8")
-FIGURES = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((HERE / "figures").glob("*.json"))]
+FIGURES = [
+    json.loads(path.read_text(encoding="utf-8"))
+    for path in sorted((HERE / "figures").glob("*.json"))
+]
 
 
 def test_three_runs_of_the_long_form_with_different_seeds_are_kept() -> None:
     assert len({each["seed"] for each in FIGURES}) == 3
-    assert all(each["faults"] >= 1000 and sum(each["by_kind"].values()) == each["faults"] for each in FIGURES)
+    assert all(
+        each["faults"] >= 1000 and sum(each["by_kind"].values()) == each["faults"]
+        for each in FIGURES
+    )
 
 
 def test_the_page_says_how_many_faults_of_each_kind_there_were() -> None:

@@ -72,7 +72,9 @@ class Ranks:
 
     def start(self, plan: RankPlan) -> None:
         log = Path(plan.folder) / f"rank-{plan.rank}.log"
-        self._ranks[plan.name] = _forks().fork("chaos.trainer:main", [json.dumps(asdict(plan))], output=log)
+        self._ranks[plan.name] = _forks().fork(
+            "chaos.trainer:main", [json.dumps(asdict(plan))], output=log
+        )
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Signals a rank; one that has ended is left alone."""
@@ -101,8 +103,12 @@ def train(plan: RankPlan) -> None:
     folder = Path(plan.folder)
     draw = random.Random(plan.name)
     record = np.zeros(1, record_type(plan.batch_size))
-    steps = os.open(folder / f"rank-{plan.rank}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    states = os.open(folder / f"rank-{plan.rank}.states", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    steps = os.open(
+        folder / f"rank-{plan.rank}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+    )
+    states = os.open(
+        folder / f"rank-{plan.rank}.states", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+    )
     stop = folder / "stop"
     # The image, in containers of which the Compose tests train, has no torch.
     dataset_class: Any = tokenloom.RemoteDataset if find_spec("torch") else tokenloom.NumpyDataset
@@ -115,7 +121,9 @@ def train(plan: RankPlan) -> None:
         resume=plan.resume or None,
         takeover=plan.takeover,
         connection=ConnectionOptions(
-            prefetch_steps=plan.prefetch_steps, connect_timeout_s=RANK_PATIENCE_S, reconnect_timeout_s=RANK_PATIENCE_S
+            prefetch_steps=plan.prefetch_steps,
+            connect_timeout_s=RANK_PATIENCE_S,
+            reconnect_timeout_s=RANK_PATIENCE_S,
         ),
     )
     if plan.state:
@@ -138,7 +146,11 @@ def train(plan: RankPlan) -> None:
         if plan.pace_s:
             time.sleep(draw.expovariate(1 / plan.pace_s))
     dataset.close()
-    _write_end(folder, plan.rank, {"error": None, "index": dataset.sample_index, "reason": dataset.end_reason})
+    _write_end(
+        folder,
+        plan.rank,
+        {"error": None, "index": dataset.sample_index, "reason": dataset.end_reason},
+    )
 
 
 def _write_end(folder: Path, rank: int, end: dict[str, Any]) -> None:
@@ -148,10 +160,14 @@ def _write_end(folder: Path, rank: int, end: dict[str, Any]) -> None:
 def main() -> None:
     """The plan, as JSON, is the only argument."""
     plan = RankPlan(**json.loads(sys.argv[1]))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", force=True)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", force=True
+    )
     try:
         train(plan)
     except Exception as error:
         logging.exception("rank %d ends", plan.rank)
-        _write_end(Path(plan.folder), plan.rank, {"error": type(error).__name__, "message": str(error)})
+        _write_end(
+            Path(plan.folder), plan.rank, {"error": type(error).__name__, "message": str(error)}
+        )
         sys.exit(FAILED)

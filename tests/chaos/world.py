@@ -39,7 +39,14 @@ LEASE_S = 2.0
 BUSY_S = 1.0
 #: Ranks that wait for another one for so long get an error, seconds: longer than any fault here keeps one away.
 RANK_TIMEOUT_S = 12.0
-OPTIONS = ["--lease", f"{LEASE_S:g}", "--liveness", f"{BUSY_S:g}", "--rank-timeout", f"{RANK_TIMEOUT_S:g}"]
+OPTIONS = [
+    "--lease",
+    f"{LEASE_S:g}",
+    "--liveness",
+    f"{BUSY_S:g}",
+    "--rank-timeout",
+    f"{RANK_TIMEOUT_S:g}",
+]
 #: A process that was told to end has ended by then, seconds.
 ENDING_S = 120.0
 #: Between two looks at the world, seconds; and between two at the ledger.
@@ -102,11 +109,17 @@ class Launch:
     def states(self) -> dict[int, str]:
         """The states that all ranks have written down, by sample index."""
         by_rank = [read_states(self.folder, rank) for rank in range(self.world_size)]
-        return {end: text for end, text in by_rank[0].items() if all(end in states for states in by_rank)}
+        return {
+            end: text
+            for end, text in by_rank[0].items()
+            if all(end in states for states in by_rank)
+        }
 
     def end_of(self, rank: int) -> dict[str, Any]:
         path = self.folder / f"rank-{rank}.end.json"
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found: dict[str, Any] = (
+            json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        )
         return found
 
     def log(self, rank: int) -> str:
@@ -118,7 +131,14 @@ class World:
     """``ledger`` is ``redis`` or ``sqlite``. Of several servers, all but one stand by."""
 
     def __init__(
-        self, folder: Path, corpus: Path, seed: str, *, ledger: str, servers: int = 1, mutant: str = ""
+        self,
+        folder: Path,
+        corpus: Path,
+        seed: str,
+        *,
+        ledger: str,
+        servers: int = 1,
+        mutant: str = "",
     ) -> None:
         self.folder = folder
         self.seed = seed
@@ -131,7 +151,10 @@ class World:
             (folder / "redis").mkdir()
             self.redis = RedisServer(folder / "redis").start()
             self.ledger_links = [Proxy(self._loop, self.redis.port) for _ in range(servers)]
-            urls = [f"redis://127.0.0.1:{link.port}/0?socket_timeout={REDIS_TIMEOUT_S:g}" for link in self.ledger_links]
+            urls = [
+                f"redis://127.0.0.1:{link.port}/0?socket_timeout={REDIS_TIMEOUT_S:g}"
+                for link in self.ledger_links
+            ]
         else:
             urls = [f"sqlite:///{folder}/ledger.db"] * servers
         self.mixture_seed = random.Random(seed).randrange(1000)
@@ -224,7 +247,9 @@ class World:
                 status = self.ranks.status(name)
                 if status != FAILED:
                     if status is not None and status > 0:
-                        raise LivenessFailed(f"rank {rank} of {launch.attempt} broke:\n{launch.log(rank)[-3000:]}")
+                        raise LivenessFailed(
+                            f"rank {rank} of {launch.attempt} broke:\n{launch.log(rank)[-3000:]}"
+                        )
                     continue
                 error = launch.end_of(rank).get("error")
                 if error not in launch.may_end_with:
@@ -239,7 +264,9 @@ class World:
         if self.job is not None:
             job = self.job
             lines.append(f"{job.attempt}: began at {job.begin()}, steps {job.steps()} x {job.step}")
-            lines += [f"-- rank {rank} log:\n{job.log(rank)[-800:]}" for rank in range(job.world_size)]
+            lines += [
+                f"-- rank {rank} log:\n{job.log(rank)[-800:]}" for rank in range(job.world_size)
+            ]
         lines += [
             f"-- {each.folder.name}: running {each.running}, ready {each.ready}\n{each.log[-2500:]}"
             for each in self.servers
@@ -253,7 +280,13 @@ class World:
         return f"grpc://{','.join(f'127.0.0.1:{link.port}' for link in self.links)}/{RUN}"
 
     def launch(
-        self, draw: random.Random, *, state: str = "", resume: str = "", start: int | None, takeover: bool = False
+        self,
+        draw: random.Random,
+        *,
+        state: str = "",
+        resume: str = "",
+        start: int | None,
+        takeover: bool = False,
     ) -> Launch:
         """Starts all ranks of a new attempt, with another world and batch size; does not wait for them."""
         attempt = f"{self._launched:04d}"
@@ -280,11 +313,27 @@ class World:
             for draw_checkpoint in [draw.randint(4, 40)]
             for rank in range(world_size)
         ]
-        plan = {"attempt": attempt, "world_size": world_size, "batch_size": batch_size, "start": start}
+        plan = {
+            "attempt": attempt,
+            "world_size": world_size,
+            "batch_size": batch_size,
+            "start": start,
+        }
         plan |= {"clock": self.clock, "skips": self.skips}
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
         names, skips, changes = [each.name for each in plans], [*self.skips], len(self.changes)
-        launch = Launch(folder, attempt, world_size, batch_size, start, names, prefetch_steps, state, skips, changes)
+        launch = Launch(
+            folder,
+            attempt,
+            world_size,
+            batch_size,
+            start,
+            names,
+            prefetch_steps,
+            state,
+            skips,
+            changes,
+        )
         order = list(plans)
         draw.shuffle(order)
         self.launches.append(launch)
@@ -297,7 +346,9 @@ class World:
         """Starts a rank of another run."""
         self.ranks.start(_alone(folder, url, attempt, 4))
 
-    def relaunch(self, draw: random.Random, *, oldest: bool = False, takeover: bool = False) -> Launch:
+    def relaunch(
+        self, draw: random.Random, *, oldest: bool = False, takeover: bool = False
+    ) -> Launch:
         """A new attempt from a state that all ranks of the one before had written down, mostly the newest."""
         state, start = self.checkpoint(draw, oldest=oldest)
         return self.launch(draw, state=state, start=start, takeover=takeover)
@@ -317,7 +368,9 @@ class World:
         plan = json.loads(path.read_text(encoding="utf-8")) | {"skips": self.skips}
         path.write_text(json.dumps(plan), encoding="utf-8")
 
-    def ask(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> dict[str, Any]:
+    def ask(
+        self, path: str, body: dict[str, Any] | None = None, method: str = "POST"
+    ) -> dict[str, Any]:
         """A REST call, repeated until the server is there and its ledger, too. Raises ``ServerError``."""
         answers: list[dict[str, Any]] = []
 
@@ -373,17 +426,27 @@ class World:
         """(text, sample index) of the state that the next attempt is to begin with."""
         for launch in reversed(self.launches):
             # Of the job itself, else that which it began with, else of the one before it.
-            states = launch.states() or ({_index(launch.state): launch.state} if launch.state else {})
+            states = launch.states() or (
+                {_index(launch.state): launch.state} if launch.state else {}
+            )
             # None from beyond a skip or a revision that was made since: the run's order is another there.
             least = min(self.changes[launch.changes :], default=None)
             states = {end: text for end, text in states.items() if least is None or end <= least}
             if states:
                 ends = sorted(states)
-                end = ends[0] if oldest else ends[-1] if draw.random() < 0.7 else draw.choice(ends[-3:])
+                end = (
+                    ends[0]
+                    if oldest
+                    else ends[-1]
+                    if draw.random() < 0.7
+                    else draw.choice(ends[-3:])
+                )
                 return states[end], end
         raise LivenessFailed("there is no checkpoint")
 
-    def signal(self, number: signal.Signals, launch: Launch | None = None, rank: int | None = None) -> None:
+    def signal(
+        self, number: signal.Signals, launch: Launch | None = None, rank: int | None = None
+    ) -> None:
         """Signals one rank, or all of a launch."""
         launch = launch or self.job
         assert launch is not None
@@ -418,7 +481,9 @@ class World:
     def recover(self) -> float:
         """Waits until every rank got what was made after now; how long that took, seconds."""
         launch, steps = self.fresh_index()
-        return self.wait(lambda: self.has(launch, steps), f"step {steps} on every rank of {launch.attempt}")
+        return self.wait(
+            lambda: self.has(launch, steps), f"step {steps} on every rank of {launch.attempt}"
+        )
 
     def clear_up(self) -> None:
         """When training goes on again: what faults left to be looked at, and zombies. Each of those wakes, and finds
@@ -434,7 +499,10 @@ class World:
     def check_ledger(self) -> None:
         """``tokenloom ledger check`` calls sound what all these servers wrote. Raises ``LivenessFailed``."""
         with closing(open_ledger(self._ledger, self.folder)) as ledger:
-            faults = [*store_faults(ledger), *(each for of in ledger.run_names() for each in run_faults(ledger, *of))]
+            faults = [
+                *store_faults(ledger),
+                *(each for of in ledger.run_names() for each in run_faults(ledger, *of)),
+            ]
         if faults:
             raise LivenessFailed("\n".join(faults))
 
@@ -455,7 +523,11 @@ class World:
         statuses = [self.ranks.status(name) for name in job.names]
         if any(statuses):
             raise LivenessFailed(f"ranks ended with {statuses}:\n{self.tell()}")
-        self.wait(lambda: (self.observer.look() or {}).get("sample_index") == index, "the last commit", ENDING_S)
+        self.wait(
+            lambda: (self.observer.look() or {}).get("sample_index") == index,
+            "the last commit",
+            ENDING_S,
+        )
         for server in self.servers:
             # One that is still being loaded, behind the last fault, has nothing to end in order yet.
             self.wait(lambda server=server: server.ready, f"the start of {server.folder.name}")  # type: ignore[misc]
@@ -463,7 +535,9 @@ class World:
             status = server.terminate()
             left = [child for child in left if child.is_running()]
             if status or left:
-                raise LivenessFailed(f"{server.folder.name} ended with {status} and left {left}:\n{server.log[-3000:]}")
+                raise LivenessFailed(
+                    f"{server.folder.name} ended with {status} and left {left}:\n{server.log[-3000:]}"
+                )
         return index
 
     def check_logs(self) -> None:
@@ -471,7 +545,9 @@ class World:
         for server in self.servers:
             at = server.log.find("Traceback")
             if at >= 0:
-                raise LivenessFailed(f"{server.folder.name} failed inside:\n{server.log[max(0, at - 500) : at + 3000]}")
+                raise LivenessFailed(
+                    f"{server.folder.name} failed inside:\n{server.log[max(0, at - 500) : at + 3000]}"
+                )
 
 
 def _index(state: str) -> int:
@@ -504,11 +580,16 @@ def reference(folder: Path, mixture: Path, end_index: int) -> None:
     batch_size = 64
     target = folder / "reference"
     target.mkdir()
-    server = ChaosServer(folder / "reference-server", mixture, f"sqlite:///{folder}/reference.db", [], "")
+    server = ChaosServer(
+        folder / "reference-server", mixture, f"sqlite:///{folder}/reference.db", [], ""
+    )
     ranks = Ranks()
-    plan = _alone(target, f"grpc://127.0.0.1:{server.grpc_port}/{RUN}", "reference", batch_size, "fresh")
+    plan = _alone(
+        target, f"grpc://127.0.0.1:{server.grpc_port}/{RUN}", "reference", batch_size, "fresh"
+    )
     (target / "plan.json").write_text(
-        json.dumps({"attempt": "reference", "world_size": 1, "batch_size": batch_size, "start": 0}), encoding="utf-8"
+        json.dumps({"attempt": "reference", "world_size": 1, "batch_size": batch_size, "start": 0}),
+        encoding="utf-8",
     )
     (target / "stop").write_text(str(end_index))
     server.start()
@@ -516,7 +597,9 @@ def reference(folder: Path, mixture: Path, end_index: int) -> None:
         ranks.start(plan)
         status = ranks.wait(plan.name, 600)
         if status:
-            raise LivenessFailed(f"the reference ended with {status}: {(target / 'rank-0.log').read_text()[-3000:]}")
+            raise LivenessFailed(
+                f"the reference ended with {status}: {(target / 'rank-0.log').read_text()[-3000:]}"
+            )
     finally:
         ranks.close()
         server.kill()

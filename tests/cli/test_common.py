@@ -15,7 +15,9 @@ from tokenloom_server.reports.tables import table
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_terminal_shows_names_and_never_obeys_them(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_shows_names_and_never_obeys_them(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     say(f"source {text}")
     out = console()
     out.print(table(("source", "tokens"), [(text, "1")], title=text))
@@ -26,7 +28,9 @@ def test_a_terminal_shows_names_and_never_obeys_them(text: str, capsys: pytest.C
     assert is_shown_as_it_is(capsys.readouterr().out, lines=True)
 
 
-def test_a_table_with_escaped_names_is_as_straight_as_another(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_with_escaped_names_is_as_straight_as_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     console().print(table(("source", "tokens"), [("\x1b[2Jwiki", "1"), ("code", "2")]))
     lines = capsys.readouterr().out.splitlines()
     assert len({len(line) for line in lines}) == 1
@@ -49,7 +53,9 @@ def test_a_log_record_is_one_line_and_its_traceback_is_shown_as_it_is(text: str)
     try:
         raise RuntimeError(text)
     except RuntimeError:
-        record = logging.LogRecord("x", logging.INFO, __file__, 1, "run %s: %s", (text, text), sys.exc_info())
+        record = logging.LogRecord(
+            "x", logging.INFO, __file__, 1, "run %s: %s", (text, text), sys.exc_info()
+        )
     handler.emit(record)
     first, *traceback = stream.getvalue().splitlines()
     assert first.startswith("INFO    run ") and "Traceback" in traceback[0]

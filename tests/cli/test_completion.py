@@ -29,10 +29,17 @@ def test_commands_and_options_are_completed() -> None:
 
 
 def test_a_shell_gets_the_script(tmp_path: Path) -> None:
-    environment = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    environment = os.environ | {
+        "HOME": str(tmp_path),
+        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+    }
     command = Path(sys.executable).with_name("tokenloom")
     done = subprocess.run(
-        [command, "--install-completion", "bash"], env=environment, capture_output=True, text=True, timeout=110
+        [command, "--install-completion", "bash"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr
     (script,) = tmp_path.rglob("*.sh")

@@ -20,14 +20,18 @@ from typer.testing import CliRunner
 SERVER = Path(cli.__file__).parents[1]
 
 
-def config(*arguments: object, environment: dict[str, str] | None = None) -> dict[str, dict[str, object]]:
+def config(
+    *arguments: object, environment: dict[str, str] | None = None
+) -> dict[str, dict[str, object]]:
     done = CliRunner().invoke(app, ["config", "--json", *map(str, arguments)], env=environment)
     assert done.exit_code == 0, done.output
     document: dict[str, dict[str, object]] = json.loads(done.output)
     return document
 
 
-def test_the_command_line_goes_before_the_environment_before_the_file_before_the_default(tmp_path: Path) -> None:
+def test_the_command_line_goes_before_the_environment_before_the_file_before_the_default(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(
         "mixtures: [a.yaml]\ngrpc: file:1\nrest: file:2\nhealth: file:3\nlease: 7\nstandby: true\ndata-root: /a\n"
@@ -89,7 +93,10 @@ def test_what_is_no_option_is_refused_by_name(tmp_path: Path, text: str, says: s
 
 
 def record(
-    message: str, *values: object, logger: str = "tokenloom_server.run.join", thread: str = "MainThread"
+    message: str,
+    *values: object,
+    logger: str = "tokenloom_server.run.join",
+    thread: str = "MainThread",
 ) -> dict:
     made = logging.LogRecord(logger, logging.WARNING, "", 0, message, values, None)
     made.threadName = thread
@@ -101,9 +108,16 @@ def test_a_line_of_json_has_the_run_and_the_rank_where_they_are_known() -> None:
     line = record("%s: ranks\nwait", "wiki")
     assert datetime.fromisoformat(line["time"]).utcoffset() is not None
     assert (line["level"], line["run"], line["message"]) == ("warning", "wiki", "wiki: ranks\nwait")
-    assert "run" not in record("%s: cannot be read", "a.parquet", logger="tokenloom_server.storage.cache")
-    assert record("slow", logger="tokenloom_server.storage.io_stats", thread="a-b-ahead_3")["run"] == "a-b"
-    of_rank = record("%s: ended", "a-rank-3-progress", logger="tokenloom_server.api", thread="a-rank-3-progress")
+    assert "run" not in record(
+        "%s: cannot be read", "a.parquet", logger="tokenloom_server.storage.cache"
+    )
+    assert (
+        record("slow", logger="tokenloom_server.storage.io_stats", thread="a-b-ahead_3")["run"]
+        == "a-b"
+    )
+    of_rank = record(
+        "%s: ended", "a-rank-3-progress", logger="tokenloom_server.api", thread="a-rank-3-progress"
+    )
     assert (of_rank["run"], of_rank["rank"]) == ("a", 3)
     try:
         raise ValueError("no")
@@ -120,12 +134,21 @@ def test_what_the_log_takes_for_a_run_is_one() -> None:
             if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("_log."):
                 values = call.args[1:] if ast.unparse(call.func) == "_log.log" else call.args
                 if len(values) > 1 and ast.unparse(values[0]).startswith("'%s: "):
-                    assert ast.unparse(values[1]).endswith((".name", ".run", "name")), f"{path}: {ast.unparse(call)}"
+                    assert ast.unparse(values[1]).endswith((".name", ".run", "name")), (
+                        f"{path}: {ast.unparse(call)}"
+                    )
 
 
 def test_a_server_that_does_not_start_says_so_in_json(tmp_path: Path) -> None:
     done = run_module(
-        "serve", tmp_path / "none.yaml", "--log-format", "json", "--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0"
+        "serve",
+        tmp_path / "none.yaml",
+        "--log-format",
+        "json",
+        "--grpc",
+        "127.0.0.1:0",
+        "--rest",
+        "127.0.0.1:0",
     )
     assert done.status == 2
     lines = [json.loads(line) for line in done.output.splitlines()]

@@ -48,7 +48,9 @@ def written(path: str = "mixture.yaml") -> dict[str, Any]:
     return document
 
 
-def test_it_writes_a_file_of_all_that_there_is_which_is_valid_for_the_server_and_for_editors(here: Path) -> None:
+def test_it_writes_a_file_of_all_that_there_is_which_is_valid_for_the_server_and_for_editors(
+    here: Path,
+) -> None:
     output = init("data", "--tokenizer", "bytes")
     text = Path("mixture.yaml").read_text(encoding="utf-8")
     document = written()
@@ -77,7 +79,9 @@ def test_it_writes_a_file_of_all_that_there_is_which_is_valid_for_the_server_and
 def test_nothing_is_written_over_unless_it_is_asked_for(here: Path) -> None:
     init("data", "--tokenizer", "bytes")
     before = Path("mixture.yaml").read_bytes()
-    assert "mixture.yaml: is there already" in init("data", "--tokenizer", "bytes", "--run", "b", status=2)
+    assert "mixture.yaml: is there already" in init(
+        "data", "--tokenizer", "bytes", "--run", "b", status=2
+    )
     assert Path("mixture.yaml").read_bytes() == before
     # The schema is as it was, so it is in nobody's way.
     init("data", "--tokenizer", "bytes", "--output", "other.yaml")
@@ -85,8 +89,12 @@ def test_nothing_is_written_over_unless_it_is_asked_for(here: Path) -> None:
     refused = init("data", "--tokenizer", "bytes", "--output", "third.yaml", status=2)
     assert f"{SCHEMA_FILE}: is there already" in refused
     assert not Path("third.yaml").exists()
-    assert "expected a file, in a folder that exists" in init("data", "--output", "no/a.yaml", status=2)
-    assert "the schema for editors has this name" in init("data", "--output", SCHEMA_FILE, "--force", status=2)
+    assert "expected a file, in a folder that exists" in init(
+        "data", "--output", "no/a.yaml", status=2
+    )
+    assert "the schema for editors has this name" in init(
+        "data", "--output", SCHEMA_FILE, "--force", status=2
+    )
     init("data", "--tokenizer", "bytes", "--run", "b", "--force")
     assert written()["run"] == "b"
 
@@ -97,7 +105,10 @@ def test_what_does_not_show_is_said_with_its_option_and_nothing_is_written(here:
     rows = json.dumps({"id": 1, "text": "a", "content": "b", "score": 0.5}) + "\n"
     (here / "two" / "rows.jsonl").write_text(rows * 2000)
     refused = init("two", "--tokenizer", "bytes", status=2)
-    assert "its columns are id, text, content, score, and text and content may be meant; give --column rows=" in refused
+    assert (
+        "its columns are id, text, content, score, and text and content may be meant; give --column rows="
+        in refused
+    )
     assert not Path("mixture.yaml").exists()
     init("two", "--tokenizer", "bytes", "--column", "rows=content", "--sequence-length", "64")
     assert (written()["mixture"]["children"][0]["source"], written()["sequence_length"]) == (
@@ -108,7 +119,14 @@ def test_what_does_not_show_is_said_with_its_option_and_nothing_is_written(here:
 
 def test_a_source_has_the_name_of_its_folder_and_the_run_that_of_its_file(here: Path) -> None:
     rows = (here / "data" / "docs.jsonl").read_bytes()
-    for name in ("books/en/part-000", "code/part-000", "web/2024/part-000", "web/2025/part-000", "books-1", "books-2"):
+    for name in (
+        "books/en/part-000",
+        "code/part-000",
+        "web/2024/part-000",
+        "web/2025/part-000",
+        "books-1",
+        "books-2",
+    ):
         (here / "all" / name).parent.mkdir(parents=True, exist_ok=True)
         (here / "all" / f"{name}.jsonl").write_bytes(rows)
     init("all", "--tokenizer", "bytes", "--column", "web=text")
@@ -184,45 +202,68 @@ def test_what_is_no_file_or_empty_is_left_out_and_a_folder_named_twice_is_one(he
     assert [child["alias"] for child in written()["mixture"]["children"]] == ["docs"]
     assert all(f"odd/{name}.jsonl (" in output for name in ("pipe", "nothing"))
     (here / "odd" / "docs.jsonl").write_bytes(b"")
-    assert "has no data that a scheme reads" in init("odd", "--tokenizer", "bytes", "--output", "b.yaml", status=2)
+    assert "has no data that a scheme reads" in init(
+        "odd", "--tokenizer", "bytes", "--output", "b.yaml", status=2
+    )
 
 
 @pytest.mark.parametrize(
     ("folder", "says"),
-    [("absent", "cannot be looked at (No such file"), ("empty", "(it is empty); expected"), ("code", "(code/a.py")],
+    [
+        ("absent", "cannot be looked at (No such file"),
+        ("empty", "(it is empty); expected"),
+        ("code", "(code/a.py"),
+    ],
 )
-def test_a_folder_without_data_is_refused_with_what_is_there(here: Path, folder: str, says: str) -> None:
+def test_a_folder_without_data_is_refused_with_what_is_there(
+    here: Path, folder: str, says: str
+) -> None:
     (here / "empty").mkdir()
     (here / "code").mkdir()
     (here / "code" / "a.py").touch()
     assert says in init(folder, "--tokenizer", "bytes", status=2)
 
 
-def test_a_tokeniser_above_the_data_is_taken_and_paths_outside_the_files_folder_are_absolute(here: Path) -> None:
+def test_a_tokeniser_above_the_data_is_taken_and_paths_outside_the_files_folder_are_absolute(
+    here: Path,
+) -> None:
     import tokenizers
 
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save("tokenizer.json")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(
+        "tokenizer.json"
+    )
     init("data/prose", "--output", "mixture.yaml")
     assert written()["tokenizer"] == "tokenizer.json"
     (here / "runs").mkdir()
     init("data/prose", "--output", "runs/mixture.yaml")
     assert written("runs/mixture.yaml")["tokenizer"] == f"{here}/tokenizer.json"
-    assert written("runs/mixture.yaml")["mixture"]["children"][0]["source"] == f"txt:{here}/data/prose/*.txt:text"
+    assert (
+        written("runs/mixture.yaml")["mixture"]["children"][0]["source"]
+        == f"txt:{here}/data/prose/*.txt:text"
+    )
 
 
 def test_at_a_terminal_it_asks(here: Path) -> None:
     ours, theirs = pty.openpty()
     command = [Path(sys.executable).with_name("tokenloom"), "init", "data/prose"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     os.close(theirs)
     os.write(ours, b"my-run\nbytes\nmany\n16\n")
     output, _ = process.communicate(timeout=DEADLINE_S)
     os.close(ours)
     assert process.returncode == 0, output
-    assert (written()["run"], written()["tokenizer"], written()["sequence_length"]) == ("my-run", "bytes", 16)
+    assert (written()["run"], written()["tokenizer"], written()["sequence_length"]) == (
+        "my-run",
+        "bytes",
+        16,
+    )
 
 
-def test_of_the_hub_the_splits_to_train_on_are_sources(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_the_hub_the_splits_to_train_on_are_sources(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = (here / "data" / "docs.jsonl").read_bytes()
     names = [f"{config}/{split}.jsonl" for config in ("en", "de") for split in ("train", "test")]
     with stand_in_hub() as hub:
@@ -230,7 +271,9 @@ def test_of_the_hub_the_splits_to_train_on_are_sources(here: Path, monkeypatch: 
         hub.repo("org/plain").commit({"train.jsonl": rows, "test.jsonl": rows})
         configs = [{"config_name": name, "data_dir": name} for name in ("en", "de")]
         hub.repo("org/several").commit({"README.md": card(*configs), **dict.fromkeys(names, rows)})
-        output = init("hf:org/plain", "hf:org/several/de", "--tokenizer", "bytes", "--sequence-length", "8")
+        output = init(
+            "hf:org/plain", "hf:org/several/de", "--tokenizer", "bytes", "--sequence-length", "8"
+        )
         assert [child["source"] for child in written()["mixture"]["children"]] == [
             "hf:org/plain:train:text",
             "hf:org/several/de:train:text",
@@ -265,15 +308,30 @@ def test_what_of_plain_text_is_a_document_shows_in_the_files(
     for name, text in files.items():
         Path(f"texts/{name}.txt").write_text(text)
     output = init("texts", "--tokenizer", "bytes", "--sequence-length", "8")
-    assert {child["source"].rpartition(":")[2] for child in written()["mixture"]["children"]} == {row}
+    assert {child["source"].rpartition(":")[2] for child in written()["mixture"]["children"]} == {
+        row
+    }
     assert f"about {documents} documents of" in output
-    init("texts", "--tokenizer", "bytes", "--sequence-length", "8", "--column", "paragraph", "--force")
+    init(
+        "texts",
+        "--tokenizer",
+        "bytes",
+        "--sequence-length",
+        "8",
+        "--column",
+        "paragraph",
+        "--force",
+    )
     assert written()["mixture"]["children"][0]["source"].endswith(":paragraph")
 
 
-def test_conversations_are_rendered_by_the_tokenisers_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversations_are_rendered_by_the_tokenisers_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    chat = {"messages": [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]}
+    chat = {
+        "messages": [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]
+    }
     Path("chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
     init("chats.jsonl", "--tokenizer", str(TOKENIZER), "--sequence-length", "256")
     document = written()

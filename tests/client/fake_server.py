@@ -74,7 +74,7 @@ class FakeServer(DataLoaderServicer):
         self.committed_through = 0
         self._lock = threading.Lock()
 
-    def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:  # noqa: N802
+    def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:
         script = self.script
         with self._lock:
             self.joins.append(request)
@@ -102,7 +102,7 @@ class FakeServer(DataLoaderServicer):
             skips=script.skips,
         )
 
-    def Stream(  # noqa: N802
+    def Stream(
         self, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
     ) -> Iterator[wire.StreamResponse]:
         opened = next(requests).open
@@ -112,17 +112,25 @@ class FakeServer(DataLoaderServicer):
         join = next(join for join in reversed(self.joins) if join.rank == opened.rank)
         heard = _Heard(self, opened.progress)
         threading.Thread(target=heard.read, args=(requests,), daemon=True).start()
-        start = json.loads(join.state_json)["sample_index"] if join.state_json else self.script.start_index
+        start = (
+            json.loads(join.state_json)["sample_index"]
+            if join.state_json
+            else self.script.start_index
+        )
         group = join.world_size * join.batch_size * self.script.group_micro_steps
         begin, base_sent = opened.received_through, None
         while not heard.closed:
-            steps = self._steps_from(begin, start + ((begin - start) // group + 1) * group, join, heard.progress)
+            steps = self._steps_from(
+                begin, start + ((begin - start) // group + 1) * group, join, heard.progress
+            )
             if not steps and begin >= self._last_end(join):
                 end = wire.EndOfData(end_index=begin, reason="all sources are exhausted")
                 yield wire.StreamResponse(end_of_data=end, committed_through=self.committed_through)
                 while not heard.closed and context.is_active():
                     heard.wait_progress(context)
-                    yield wire.StreamResponse(heartbeat=wire.Heartbeat(), committed_through=self.committed_through)
+                    yield wire.StreamResponse(
+                        heartbeat=wire.Heartbeat(), committed_through=self.committed_through
+                    )
                 return
             fault = self.script.on_message(number, begin) if steps else None
             if fault == "silent":
@@ -135,7 +143,9 @@ class FakeServer(DataLoaderServicer):
             if not steps:
                 heard.wait_progress(context)
                 if heard.idle:
-                    yield wire.StreamResponse(heartbeat=wire.Heartbeat(), committed_through=self.committed_through)
+                    yield wire.StreamResponse(
+                        heartbeat=wire.Heartbeat(), committed_through=self.committed_through
+                    )
                 continue
             base = base_at(start + (begin - start) // group * group)
             message = self._message(begin, steps, join, opened, base)
@@ -147,7 +157,9 @@ class FakeServer(DataLoaderServicer):
             yield wire.StreamResponse(batches=message, committed_through=self.committed_through)
             begin = steps[-1]
 
-    def Report(self, request: wire.ReportRequest, context: grpc.ServicerContext) -> wire.ReportResponse:  # noqa: N802
+    def Report(
+        self, request: wire.ReportRequest, context: grpc.ServicerContext
+    ) -> wire.ReportResponse:
         if self.script.report_errors:
             _abort(context, self.script.report_errors.pop(0), "as the script says")
         self.reports.append(request)
@@ -155,16 +167,31 @@ class FakeServer(DataLoaderServicer):
 
     def _last_end(self, join: wire.JoinRequest) -> int:
         step = join.world_size * join.batch_size
-        return self.script.end_index if self.script.pad_last_step else self.script.end_index // step * step
+        return (
+            self.script.end_index
+            if self.script.pad_last_step
+            else self.script.end_index // step * step
+        )
 
-    def _steps_from(self, begin: int, boundary: int, join: wire.JoinRequest, progress: wire.Progress) -> list[int]:
+    def _steps_from(
+        self, begin: int, boundary: int, join: wire.JoinRequest, progress: wire.Progress
+    ) -> list[int]:
         step = join.world_size * join.batch_size
         limit = min(boundary, progress.consumed_through + progress.credit_micro_steps * step)
         last = self._last_end(join)
-        return [min(end, last) for end in range(begin + step, limit + 1, step) if min(end, last) > end - step]
+        return [
+            min(end, last)
+            for end in range(begin + step, limit + 1, step)
+            if min(end, last) > end - step
+        ]
 
     def _message(
-        self, begin: int, ends: list[int], join: wire.JoinRequest, opened: wire.StreamOpen, base: wire.Base
+        self,
+        begin: int,
+        ends: list[int],
+        join: wire.JoinRequest,
+        opened: wire.StreamOpen,
+        base: wire.Base,
     ) -> wire.Batches:
         script, width = self.script, self.script.length + self.script.shifted
         message = wire.Batches(begin_index=begin, base=base)
@@ -220,7 +247,9 @@ class _Heard:
     def wait_progress(self, context: grpc.ServicerContext) -> None:
         with self._changed:
             seen = self.progress
-            self.idle = not self._changed.wait_for(lambda: self.progress is not seen or self.closed, 0.2)
+            self.idle = not self._changed.wait_for(
+                lambda: self.progress is not seen or self.closed, 0.2
+            )
 
     def wait_closed(self, context: grpc.ServicerContext) -> None:
         with self._changed:
@@ -257,12 +286,16 @@ def _abort(context: grpc.ServicerContext, name: str, message: str) -> None:
 
 
 @contextlib.contextmanager
-def serving(script: Script, port: int = 0, places: int | None = None) -> Iterator[tuple[FakeServer, str, grpc.Server]]:
+def serving(
+    script: Script, port: int = 0, places: int | None = None
+) -> Iterator[tuple[FakeServer, str, grpc.Server]]:
     """A fake server on loopback: (its record, the URL of its run, the gRPC server). It answers ``places`` calls at a
     time."""
     servicer = FakeServer(script)
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)]
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=options, maximum_concurrent_rpcs=places)
+    server = grpc.server(
+        futures.ThreadPoolExecutor(max_workers=16), options=options, maximum_concurrent_rpcs=places
+    )
     add_DataLoaderServicer_to_server(servicer, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()

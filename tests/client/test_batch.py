@@ -15,7 +15,9 @@ from tokenloom.batch.tensors import TensorMaker
 from tokenloom_proto.errors import ProtocolError
 
 
-def make(ids: NDArray[Any], *, sources: list[int], starts: list[list[int]] | None = None, **layout: Any) -> list[Batch]:
+def make(
+    ids: NDArray[Any], *, sources: list[int], starts: list[list[int]] | None = None, **layout: Any
+) -> list[Batch]:
     """Decodes steps of ids [steps, batch size, width], the first of which begins at sample index 100."""
     count, size, width = ids.shape
     shifted = layout.pop("shifted", False)

@@ -36,11 +36,15 @@ def test_a_name_of_a_newer_server_is_kept_in_the_message() -> None:
 
 def assert_ends_with_its_sentence(error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
-    assert not any(part in text for part in ("_channel.py", "RpcError", "above exception", "another exception")), text
+    assert not any(
+        part in text for part in ("_channel.py", "RpcError", "above exception", "another exception")
+    ), text
     assert text.splitlines()[-1] == f"{type(error).__module__}.{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("script", [Script(join_errors=["JoinRefused"]), Script(on_message=lambda *_: "SourceError")])
+@pytest.mark.parametrize(
+    "script", [Script(join_errors=["JoinRefused"]), Script(on_message=lambda *_: "SourceError")]
+)
 def test_an_error_ends_with_its_sentence_and_not_with_a_traceback_of_grpc(script: Script) -> None:
     with serving(script) as (_, url, _), RemoteDataset(url, 1) as dataset:
         with pytest.raises(TokenloomError) as raised:
@@ -49,13 +53,17 @@ def test_an_error_ends_with_its_sentence_and_not_with_a_traceback_of_grpc(script
 
 
 def test_a_question_that_finds_no_server_ends_with_its_sentence() -> None:
-    dataset = RemoteDataset("grpc://127.0.0.1:9/run", 1, connection=ConnectionOptions(connect_timeout_s=0.1))
+    dataset = RemoteDataset(
+        "grpc://127.0.0.1:9/run", 1, connection=ConnectionOptions(connect_timeout_s=0.1)
+    )
     with pytest.raises(TokenloomError) as raised:
         dataset.stats()
     assert_ends_with_its_sentence(raised.value)
 
 
-def test_what_all_ranks_of_a_launch_get_rank_0_says_in_full_and_the_others_shortly(tmp_path: Path) -> None:
+def test_what_all_ranks_of_a_launch_get_rank_0_says_in_full_and_the_others_shortly(
+    tmp_path: Path,
+) -> None:
     place = Place(write_corpus(tmp_path), tmp_path, flat([CODE, WIKI], window_micro_steps=40))
     served = place.serve()
     try:
@@ -81,7 +89,10 @@ def test_what_all_ranks_of_a_launch_get_rank_0_says_in_full_and_the_others_short
             # Refused: rank 0 brings no state, and the ledger is beyond 0.
             full, brief = launch("two", 1)
             assert "resume=" in full and len(full) > 200
-            assert brief == f"{brief.partition(' …')[0]} … (every rank gets this; rank 0 says it in full)"
+            assert (
+                brief
+                == f"{brief.partition(' …')[0]} … (every rank gets this; rank 0 says it in full)"
+            )
             assert full.startswith(brief.partition(" …")[0]) and len(brief) < 180
             assert served.coordinator.view().error is None
     finally:

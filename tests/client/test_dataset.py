@@ -18,7 +18,17 @@ from typing import Any
 
 import pytest
 import torch
-from fake_server import SPECS, Script, ahead, base_at, digest_at, eventually, given_since, serving, template
+from fake_server import (
+    SPECS,
+    Script,
+    ahead,
+    base_at,
+    digest_at,
+    eventually,
+    given_since,
+    serving,
+    template,
+)
 from support.trainer import trainer_forks
 from tokenloom import (
     ConnectionOptions,
@@ -46,7 +56,12 @@ def expected_state(sample_index: int, base: int) -> dict[str, str]:
         for spec, samples in zip(SPECS, given_since(base, sample_index), strict=True)
         if samples
     }
-    document = {**template("fake", "train"), "resume_state": resume_state, **place, "counts": counts}
+    document = {
+        **template("fake", "train"),
+        "resume_state": resume_state,
+        **place,
+        "counts": counts,
+    }
     return {"tokenloom": seal(document)}
 
 
@@ -81,8 +96,13 @@ def test_a_look_at_one_batch_that_is_lost_for_the_training_is_said_once_and_name
 
 
 @pytest.mark.parametrize("way", ["state", "two batches", "end"])
-def test_an_iterator_that_was_meant_is_not_taken_for_a_look(caplog: pytest.LogCaptureFixture, way: str) -> None:
-    with serving(Script(end_index=1 if way == "end" else 10)) as (_, url, _), RemoteDataset(url, 1) as dataset:
+def test_an_iterator_that_was_meant_is_not_taken_for_a_look(
+    caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    with (
+        serving(Script(end_index=1 if way == "end" else 10)) as (_, url, _),
+        RemoteDataset(url, 1) as dataset,
+    ):
         for _ in dataset:
             if way == "state":
                 dataset.state_dict()
@@ -93,17 +113,30 @@ def test_an_iterator_that_was_meant_is_not_taken_for_a_look(caplog: pytest.LogCa
 
 
 def test_the_run_is_known_once_it_is_joined() -> None:
-    with serving(Script(start_index=12)) as (_, url, _), RemoteDataset(url, 2, resume="latest") as dataset:
+    with (
+        serving(Script(start_index=12)) as (_, url, _),
+        RemoteDataset(url, 2, resume="latest") as dataset,
+    ):
         with pytest.raises(RuntimeError, match="call iter"):
             _ = dataset.generation
         iter(dataset)
 
         assert (dataset.sequence_length, dataset.generation, dataset.start_index) == (8, 3, 12)
         assert dataset.sources == [Source(0, "parquet:a:text", "a"), Source(1, "txt:b:text", "")]
-        assert (dataset.sample_index, dataset.total_tokens, dataset.digest) == (12, 96, digest_at(12))
-        assert dataset.state_dict() == expected_state(12, 12), "before a batch it is that of the resume point"
+        assert (dataset.sample_index, dataset.total_tokens, dataset.digest) == (
+            12,
+            96,
+            digest_at(12),
+        )
+        assert dataset.state_dict() == expected_state(12, 12), (
+            "before a batch it is that of the resume point"
+        )
         next(iter(dataset))
-        assert (dataset.sample_index, dataset.total_tokens, dataset.digest) == (14, 112, digest_at(14))
+        assert (dataset.sample_index, dataset.total_tokens, dataset.digest) == (
+            14,
+            112,
+            digest_at(14),
+        )
 
 
 # --- State -------------------------------------------------------------------------------------------------------
@@ -182,10 +215,15 @@ def test_a_state_is_loaded_before_the_first_iter_or_not_at_all() -> None:
         ([], "got a list"),
         ({"tokenloom": "{"}, "does not parse"),
         ({"tokenloom": expected_state(7, 4)["tokenloom"].replace("56", "57")}, "checksum"),
-        ({"tokenloom": seal({"sample_index": "7"})}, "sample_index='7', total_tokens=None, real_tokens=None, digest"),
+        (
+            {"tokenloom": seal({"sample_index": "7"})},
+            "sample_index='7', total_tokens=None, real_tokens=None, digest",
+        ),
     ],
 )
-def test_a_damaged_or_foreign_state_is_refused_with_what_was_found(state: Any, message: str) -> None:
+def test_a_damaged_or_foreign_state_is_refused_with_what_was_found(
+    state: Any, message: str
+) -> None:
     with pytest.raises(SnapshotInvalid, match=message) as caught:
         RemoteDataset(NOBODY, 2).load_state_dict(state)
 
@@ -202,17 +240,35 @@ def test_a_damaged_or_foreign_state_is_refused_with_what_was_found(state: Any, m
         ({"batch_size": 0}, "batch_size must be an integer of at least 1; got 0"),
         ({"batch_size": 2.0}, "batch_size must be an integer"),
         ({"batch_size": []}, "batch_size has 0 pairs; expected 1 to 1024"),
-        ({"batch_size": [4, 8]}, r"batch_size\[0\] must be a pair of integers \(total_tokens, batch_size\); got 4"),
+        (
+            {"batch_size": [4, 8]},
+            r"batch_size\[0\] must be a pair of integers \(total_tokens, batch_size\); got 4",
+        ),
         ({"batch_size": [(0, 4.0)]}, r"batch_size\[0\] must be a pair of integers"),
-        ({"batch_size": [(8, 4)]}, r"batch_size\[0\] begins at 8 total tokens; expected 0: \(0, 4\)"),
+        (
+            {"batch_size": [(8, 4)]},
+            r"batch_size\[0\] begins at 8 total tokens; expected 0: \(0, 4\)",
+        ),
         ({"batch_size": [(0, 4), (9, 0)]}, r"batch_size\[1\] has a batch size of 0; expected 1 to"),
-        ({"batch_size": [(0, 4), (9, 8), (9, 9)]}, r"batch_size\[2\] begins at 9 total tokens; expected more than 9"),
-        ({"batch_size": [(0, 4), (2**53, 8)]}, r"batch_size\[1\] begins at 9007199254740992 .* at most 2\^53 − 1"),
+        (
+            {"batch_size": [(0, 4), (9, 8), (9, 9)]},
+            r"batch_size\[2\] begins at 9 total tokens; expected more than 9",
+        ),
+        (
+            {"batch_size": [(0, 4), (2**53, 8)]},
+            r"batch_size\[1\] begins at 9007199254740992 .* at most 2\^53 − 1",
+        ),
         ({"accumulate": 0}, "accumulate must be an integer of at least 1; got 0"),
         ({"accumulate": None}, "accumulate must be an integer of at least 1; got None"),
-        ({"columns": ["lengths"]}, r"columns must be a sequence of 'position_ids', .*'cu_seqlens'; got 'lengths'"),
+        (
+            {"columns": ["lengths"]},
+            r"columns must be a sequence of 'position_ids', .*'cu_seqlens'; got 'lengths'",
+        ),
         ({"columns": "loss_mask"}, r"got the text 'loss_mask': write \('loss_mask',\)"),
-        ({"accumulate": 4, "connection": ahead(3)}, "prefetch_steps is 3; expected at least accumulate, 4"),
+        (
+            {"accumulate": 4, "connection": ahead(3)},
+            "prefetch_steps is 3; expected at least accumulate, 4",
+        ),
         ({"at_end": "never"}, 'at_end must be "stop" or "raise"; got \'never\''),
         ({"resume": ""}, "resume must be"),
         ({"rank": 2, "world_size": 2, "attempt": "a"}, "rank 2 is not below world_size 2"),
@@ -229,10 +285,15 @@ def test_a_wrong_argument_is_refused_by_name(changes: dict[str, Any], message: s
         ({"prefetch_steps": 0}, "prefetch_steps must be an integer of at least 1"),
         ({"connect_timeout_s": 0}, "connect_timeout_s must be a number of seconds above 0"),
         ({"reconnect_timeout_s": float("inf")}, "reconnect_timeout_s must be"),
-        ({"plaintext_hosts": "data0"}, "plaintext_hosts must be a sequence of host names; got the text 'data0'"),
+        (
+            {"plaintext_hosts": "data0"},
+            "plaintext_hosts must be a sequence of host names; got the text 'data0'",
+        ),
     ],
 )
-def test_a_wrong_option_of_the_connection_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_a_wrong_option_of_the_connection_is_refused_by_name(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         ConnectionOptions(**fields)
 
@@ -267,7 +328,9 @@ def test_progress_is_reported_when_a_batch_is_returned_and_prefetch_is_bounded()
     ):
         batches = iter(dataset)
         next(batches)
-        assert eventually(lambda: bool(server.progress) and server.progress[-1].consumed_through == 1)
+        assert eventually(
+            lambda: bool(server.progress) and server.progress[-1].consumed_through == 1
+        )
         assert {progress.credit_micro_steps for progress in server.progress} == {3}
         assert dataset._connection is not None
         received = dataset._connection.buffer
@@ -277,7 +340,10 @@ def test_progress_is_reported_when_a_batch_is_returned_and_prefetch_is_bounded()
 
 
 def test_progress_is_coalesced() -> None:
-    with serving(Script(group_micro_steps=16, end_index=2000)) as (server, url, _), RemoteDataset(url, 1) as dataset:
+    with (
+        serving(Script(group_micro_steps=16, end_index=2000)) as (server, url, _),
+        RemoteDataset(url, 1) as dataset,
+    ):
         began = time.monotonic()
         steps = sum(1 for _ in dataset)
         elapsed = time.monotonic() - began
@@ -370,7 +436,9 @@ def elsewhere() -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*")
-def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_have_the_state(elsewhere: str) -> None:
+def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_have_the_state(
+    elsewhere: str,
+) -> None:
     dataset = RemoteDataset(elsewhere, 2)
     loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
     batches = [batch["sample_ids"].tolist() for batch in loader]
@@ -386,20 +454,30 @@ def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_
 def test_a_spawned_worker_goes_on_where_the_trainers_copy_stood(elsewhere: str) -> None:
     with RemoteDataset(elsewhere, 2) as dataset:
         assert next(iter(dataset))["sample_ids"].tolist() == [0, 1]
-        loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+        loader = DataLoader(
+            dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn"
+        )
         assert [batch["sample_ids"].tolist() for batch in loader] == [[2, 3], [4, 5], [6, 7]]
         # Once only: another worker would begin where the first one did.
-        with pytest.raises(RuntimeError, match=r"read in a DataLoader worker|joined the run in another process"):
+        with pytest.raises(
+            RuntimeError, match=r"read in a DataLoader worker|joined the run in another process"
+        ):
             next(iter(loader))
         with pytest.raises(RuntimeError, match="read in a DataLoader worker"):
             dataset.state_dict()
 
 
-def test_one_of_several_ranks_is_not_handed_to_another_process_once_it_has_joined(elsewhere: str) -> None:
+def test_one_of_several_ranks_is_not_handed_to_another_process_once_it_has_joined(
+    elsewhere: str,
+) -> None:
     with RemoteDataset(elsewhere, 2, rank=0, world_size=2, attempt="several") as dataset:
         iter(dataset)
-        loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
-        with pytest.raises(RuntimeError, match="its other ranks would be left where they are: hand it over before"):
+        loader = DataLoader(
+            dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn"
+        )
+        with pytest.raises(
+            RuntimeError, match="its other ranks would be left where they are: hand it over before"
+        ):
             iter(loader)
 
 
@@ -422,18 +500,24 @@ def test_a_dataset_can_be_copied_before_it_joins_and_not_after() -> None:
             copy.deepcopy(dataset)
 
 
-def test_after_a_fork_the_child_is_told_that_the_connection_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_fork_the_child_is_told_that_the_connection_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with serving(Script()) as (_, url, _), RemoteDataset(url, 1) as dataset:
         batches = iter(dataset)
         next(batches)
         with monkeypatch.context() as child:
             child.setattr("os.getpid", lambda: 1)
-            with pytest.raises(RuntimeError, match=r"of which this one is a fork.*before the first iter\(\)"):
+            with pytest.raises(
+                RuntimeError, match=r"of which this one is a fork.*before the first iter\(\)"
+            ):
                 next(batches)
         next(batches)
 
 
-def test_who_only_looks_takes_no_slot_whatever_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_only_looks_takes_no_slot_whatever_the_launcher_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     with serving(Script(end_index=12)) as (server, url, _), PeekDataset(url, 2, at="4") as dataset:
@@ -442,7 +526,13 @@ def test_who_only_looks_takes_no_slot_whatever_the_launcher_says(monkeypatch: py
         # Nothing of it is to be committed, so the end of the data ends the stream.
         assert eventually(server.half_closed.is_set)
         (join,), (opened,) = server.joins, server.opens
-        assert (join.peek, join.rank, join.world_size, join.attempt, join.resume) == (True, 0, 1, "", "4")
+        assert (join.peek, join.rank, join.world_size, join.attempt, join.resume) == (
+            True,
+            0,
+            1,
+            "",
+            "4",
+        )
         assert (opened.peek, opened.batch_size) == (True, 2)
     assert len(server.opens) == 1, "closing had something to report"
 
@@ -473,5 +563,7 @@ def test_a_server_that_begins_elsewhere_is_refused() -> None:
         state = dataset.state_dict()
     with serving(Script(begins_late=7)) as (_, url, _), RemoteDataset(url, 1) as dataset:
         dataset.load_state_dict(state)
-        with pytest.raises(ProtocolError, match=r"stands at sample index 1 .* the server starts at 8"):
+        with pytest.raises(
+            ProtocolError, match=r"stands at sample index 1 .* the server starts at 8"
+        ):
             iter(dataset)

@@ -33,11 +33,17 @@ def test_the_end_of_the_data_is_raised_where_that_is_asked_for(accumulate: int) 
         batches = iter(dataset)
         assert [next(batches)["sample_index"] for _ in range(6)] == [1, 2, 3, 4, 5, 6]
         for _ in range(2):  # it stays the end
-            with pytest.raises(EndOfData, match=r"/fake end at sample index 6 \(48 tokens\): all sources are") as e:
+            with pytest.raises(
+                EndOfData, match=r"/fake end at sample index 6 \(48 tokens\): all sources are"
+            ) as e:
                 next(batches)
         with pytest.raises(EndOfData):
             next(iter(DataLoader(dataset, batch_size=None)))
-    assert (e.value.reason, e.value.sample_index, e.value.total_tokens) == ("all sources are exhausted", 6, 48)
+    assert (e.value.reason, e.value.sample_index, e.value.total_tokens) == (
+        "all sources are exhausted",
+        6,
+        48,
+    )
     assert copy.copy(e.value).sample_index == 6, "a worker's error cannot travel"
 
 
@@ -47,7 +53,12 @@ def test_the_end_of_the_data_is_raised_where_that_is_asked_for(accumulate: int) 
 def test_a_length_that_is_not_known_is_refused_and_samplers_with_it() -> None:
     dataset = RemoteDataset(NOBODY, 1)
 
-    for use in (len, RandomSampler, lambda data: DistributedSampler(data, 2, 0), lambda data: len(DataLoader(data))):
+    for use in (
+        len,
+        RandomSampler,
+        lambda data: DistributedSampler(data, 2, 0),
+        lambda data: len(DataLoader(data)),
+    ):
         with pytest.raises(TypeError, match=r"has no len\(\).*No sampler is needed.*max_steps"):
             use(dataset)  # type: ignore[operator]
     assert dataset, "what has no length is not empty"
@@ -57,8 +68,13 @@ def test_a_length_that_is_not_known_is_refused_and_samplers_with_it() -> None:
 
 def test_its_text_says_where_it_stands() -> None:
     with serving(Script(end_index=5)) as (_, url, _):
-        with RemoteDataset(url, 2, connection=ConnectionOptions(token="0123456789abcdef")) as dataset:
-            assert repr(dataset) == f"<RemoteDataset '{url}', rank 0 of 1, batch_size=2: not joined yet>"
+        with RemoteDataset(
+            url, 2, connection=ConnectionOptions(token="0123456789abcdef")
+        ) as dataset:
+            assert (
+                repr(dataset)
+                == f"<RemoteDataset '{url}', rank 0 of 1, batch_size=2: not joined yet>"
+            )
             batches = iter(dataset)
             next(batches)
             assert repr(dataset).endswith(": generation 3 at sample index 2, 16 tokens>")
@@ -72,9 +88,7 @@ def test_its_text_says_where_it_stands() -> None:
             assert ", rank 1 of 4: not joined yet, to go on at sample index 2>" in repr(dataset)
         assert repr(dataset).endswith(": closed before it joined>")
     held_out = EvaluationDataset(NOBODY, 2)
-    expected = (
-        f"<EvaluationDataset '{NOBODY}', stream='validation', rank 0 of 1, batch_size=2: so far unknown micro-steps>"
-    )
+    expected = f"<EvaluationDataset '{NOBODY}', stream='validation', rank 0 of 1, batch_size=2: so far unknown micro-steps>"
     assert repr(held_out) == expected
     assert repr(PeekDataset(NOBODY, at=7)) == f"<PeekDataset '{NOBODY}': not joined yet>"
 
@@ -98,7 +112,9 @@ def test_metrics_are_what_the_rank_has_received_and_waited_for() -> None:
         batches = iter(dataset)
         for _ in range(4):
             next(batches)
-        assert eventually(lambda: dataset._connection is not None and len(dataset._connection.buffer._steps) == 2)
+        assert eventually(
+            lambda: dataset._connection is not None and len(dataset._connection.buffer._steps) == 2
+        )
         found = dataset.metrics()
         assert found.keys() == before.keys()
         assert {name: found[name] for name in found if not name.startswith("wait")} == {
@@ -116,7 +132,11 @@ def test_metrics_are_what_the_rank_has_received_and_waited_for() -> None:
         assert found["wait_ms_max"] >= 50
         assert found["wait_ms_max"] / 4 <= found["wait_ms_mean"] <= found["wait_ms_max"]
         next(batches)  # it was there
-        assert [dataset.metrics()[f"wait_ms_{name}"] for name in ("last", "mean", "max")] == [0, 0, 0]
+        assert [dataset.metrics()[f"wait_ms_{name}"] for name in ("last", "mean", "max")] == [
+            0,
+            0,
+            0,
+        ]
 
 
 def test_the_servers_figures_are_a_call_away_before_and_after_the_join(server: str) -> None:
@@ -128,14 +148,22 @@ def test_the_servers_figures_are_a_call_away_before_and_after_the_join(server: s
         assert eventually(lambda: dataset.stats()["sample_index"] == 12)
         after = dataset.stats()
         assert after["generation"] == dataset.generation
-        assert (after["total_tokens"], after["world_size"], after["batch_size"]) == (dataset.total_tokens, 1, 3)
+        assert (after["total_tokens"], after["world_size"], after["batch_size"]) == (
+            dataset.total_tokens,
+            1,
+            3,
+        )
 
 
 # --- Mistakes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [{}, {"batch_size": 8}, {"batch_size": 8, "drop_last": True}], ids=str)
-def test_a_data_loader_that_would_stack_batches_is_refused_before_it_joins(arguments: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [{}, {"batch_size": 8}, {"batch_size": 8, "drop_last": True}], ids=str
+)
+def test_a_data_loader_that_would_stack_batches_is_refused_before_it_joins(
+    arguments: dict[str, int],
+) -> None:
     loader: DataLoader[object] = DataLoader(RemoteDataset(NOBODY, 1), **arguments)  # type: ignore[arg-type]
 
     with pytest.raises(RuntimeError, match=r"whole batches already.*dataset\.dataloader\(\)"):
@@ -144,7 +172,9 @@ def test_a_data_loader_that_would_stack_batches_is_refused_before_it_joins(argum
 
 def test_a_data_loader_may_do_with_batches_what_it_is_told() -> None:
     with serving(Script(end_index=8)) as (_, url, _), RemoteDataset(url, 1) as dataset:
-        pairs = DataLoader(dataset, batch_size=2, collate_fn=lambda batches: [b["sample_index"] for b in batches])
+        pairs = DataLoader(
+            dataset, batch_size=2, collate_fn=lambda batches: [b["sample_index"] for b in batches]
+        )
         assert [next(iter(pairs)), next(iter(pairs))] == [[1, 2], [3, 4]]
         own = DataLoader(dataset, batch_size=None, collate_fn=lambda batch: batch["sample_index"])
         assert next(iter(own)) == 5
@@ -160,7 +190,9 @@ def test_the_loader_of_a_dataset_gives_its_batches_and_leaves_the_rest_as_it_was
         assert torch.equal(torch.get_rng_state(), drawn)
         assert (loader.pin_memory, loader.num_workers) == (torch.cuda.is_available(), 0)
         generator = torch.Generator()
-        own = dataset.dataloader(collate_fn=lambda batch: batch["sample_index"], pin_memory=False, generator=generator)
+        own = dataset.dataloader(
+            collate_fn=lambda batch: batch["sample_index"], pin_memory=False, generator=generator
+        )
         assert (list(own), own.pin_memory, own.generator) == ([], False, generator)
 
 
@@ -169,11 +201,16 @@ def test_the_loader_of_a_dataset_gives_its_batches_and_leaves_the_rest_as_it_was
     [
         ({"batch_size": 8}, "batch_size=8: the server makes batches and their order"),
         ({"sampler": [1]}, r"sampler=\[1\]: the server makes batches and their order"),
-        ({"num_workers": 2}, r"num_workers=2: a worker would have the state.*StatefulLoader\(dataset, num_workers=1\)"),
+        (
+            {"num_workers": 2},
+            r"num_workers=2: a worker would have the state.*StatefulLoader\(dataset, num_workers=1\)",
+        ),
     ],
     ids=["batch_size", "sampler", "workers"],
 )
-def test_a_loader_that_would_be_wrong_is_refused_when_it_is_made(options: dict[str, Any], says: str) -> None:
+def test_a_loader_that_would_be_wrong_is_refused_when_it_is_made(
+    options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         RemoteDataset(NOBODY, 1).dataloader(**options)
 
@@ -184,7 +221,11 @@ def test_a_loader_that_would_be_wrong_is_refused_when_it_is_made(options: dict[s
 def test_a_cell_that_is_run_again_takes_over_from_itself(server: str) -> None:
     def cell() -> RemoteDataset:
         dataset = RemoteDataset(f"{server}/shifted", 2, resume="fresh")
-        assert [batch["sample_index"] for _, batch in zip(range(3), dataset, strict=False)] == [2, 4, 6]
+        assert [batch["sample_index"] for _, batch in zip(range(3), dataset, strict=False)] == [
+            2,
+            4,
+            6,
+        ]
         return dataset
 
     kept = [cell(), cell(), cell()]
@@ -224,7 +265,9 @@ def test_next_goes_on_after_it_was_interrupted(accumulate: int) -> None:
 
 
 def test_a_join_that_was_interrupted_can_be_made_again(server: str) -> None:
-    with RemoteDataset(f"{server}/same", 1, resume="fresh", rank=1, world_size=2, attempt="interrupted") as second:
+    with RemoteDataset(
+        f"{server}/same", 1, resume="fresh", rank=1, world_size=2, attempt="interrupted"
+    ) as second:
         # It waits for rank 0, so its Join is at the server.
         with pytest.raises(KeyboardInterrupt):
             interrupted(0.5)
@@ -232,9 +275,17 @@ def test_a_join_that_was_interrupted_can_be_made_again(server: str) -> None:
         found: list[int] = []
 
         def first() -> None:
-            given = {"rank": 0, "world_size": 2, "attempt": "interrupted", "resume": "fresh", "takeover": True}
+            given = {
+                "rank": 0,
+                "world_size": 2,
+                "attempt": "interrupted",
+                "resume": "fresh",
+                "takeover": True,
+            }
             with RemoteDataset(f"{server}/same", 1, **given) as dataset:  # type: ignore[arg-type]
-                found.extend(batch["sample_index"] for _, batch in zip(range(2), dataset, strict=False))
+                found.extend(
+                    batch["sample_index"] for _, batch in zip(range(2), dataset, strict=False)
+                )
                 time.sleep(0.2)
 
         thread = threading.Thread(target=first)
@@ -291,7 +342,11 @@ def test_a_users_script_is_checked_strictly_against_the_packages_types(tmp_path:
     assert len(lines) == 4, answer.stdout + answer.stderr
     assert 'Revealed type is "torch._tensor.Tensor"' in lines[0]
     assert 'TypedDict "Batch" has no key "no_such_column"' in lines[1]
-    assert "incompatible type \"Literal['never']\"; expected \"Literal['stop', 'raise']\"" in lines[2]
+    assert (
+        "incompatible type \"Literal['never']\"; expected \"Literal['stop', 'raise']\"" in lines[2]
+    )
     assert "numpy.ndarray[" in lines[3]
     for package in (tokenloom, tokenloom_proto):
-        assert Path(str(package.__file__)).with_name("py.typed").is_file(), "checkers ignore its types"
+        assert Path(str(package.__file__)).with_name("py.typed").is_file(), (
+            "checkers ignore its types"
+        )

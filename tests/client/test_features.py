@@ -22,7 +22,9 @@ SIZE = 4
 
 def bits_of(tensor: torch.Tensor) -> list[Any]:
     """A tensor's bits as unsigned integers, row by row."""
-    found: list[Any] = tensor.view(torch.uint16 if tensor.element_size() == 2 else torch.uint8).tolist()
+    found: list[Any] = tensor.view(
+        torch.uint16 if tensor.element_size() == 2 else torch.uint8
+    ).tolist()
     return found
 
 
@@ -44,19 +46,32 @@ DTYPES: dict[str, tuple[torch.Tensor, Any, str | None]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tensor_comes_out_as_it_was_put_in(tmp_path: Path, dtype: str) -> None:
     tensor, stored, named = DTYPES[dtype]
-    values = (tensor if named is None else tensor.view(torch.uint16 if stored == pa.uint16() else torch.uint8)).tolist()
+    values = (
+        tensor
+        if named is None
+        else tensor.view(torch.uint16 if stored == pa.uint16() else torch.uint8)
+    ).tolist()
     # Beside a text, whose bytes put each sample at another place.
-    columns = {"text": ["é" * i for i in range(ROWS)], "x": pa.array(values, pa.list_(pa.list_(stored, 5)))}
+    columns = {
+        "text": ["é" * i for i in range(ROWS)],
+        "x": pa.array(values, pa.list_(pa.list_(stored, 5))),
+    }
     write_arrow(tmp_path / "more", pa.table({"key": ["k"] * ROWS, **columns}), batch_rows=3)
     batching = {"bucket_by": "key", "dtypes": {"x": named}} if named else {"bucket_by": "key"}
     order = order_of(
         tmp_path,
         document(
-            batching=batching, mixture={"policy": "sequential", "children": [{"source": "arrow:more:*", "alias": "m"}]}
+            batching=batching,
+            mixture={
+                "policy": "sequential",
+                "children": [{"source": "arrow:more:*", "alias": "m"}],
+            },
         ),
     )
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=SIZE, group_micro_steps=2))
+    group = pipeline.begin_group(
+        BatchPlan(start_index=0, world_size=1, batch_size=SIZE, group_micro_steps=2)
+    )
     pipeline.fill(group, 2)
     samples = group.ids(0, 0, 2)
     message = RowsMessage(
@@ -116,20 +131,34 @@ def test_texts_of_one_size_need_no_sizes_beside_them() -> None:
 @pytest.mark.parametrize(
     ("data", "features", "fields", "says"),
     [
-        (b"12345678", (X,), {"buckets": 0}, "2 rows have 1 buckets and 2 source ids, but 0 and 2 came"),
+        (
+            b"12345678",
+            (X,),
+            {"buckets": 0},
+            "2 rows have 1 buckets and 2 source ids, but 0 and 2 came",
+        ),
         (b"12345678", (X,), {"sources": 3}, "but 1 and 3 came"),
         (b"1234567", (X,), {}, "1 micro-steps have 8 bytes, but 7 came"),
         (b"12345678", (X,), {"sample_bytes": [4, 3]}, "2 rows of 4 bytes or more were expected"),
         (b"12345678", (X,), {"sample_bytes": [8]}, "2 rows of 4 bytes or more were expected"),
-        (b"12345678", (Feature("x", "int17", (2,)),), {}, "is of dtype 'int17', which this client does not know"),
+        (
+            b"12345678",
+            (Feature("x", "int17", (2,)),),
+            {},
+            "is of dtype 'int17', which this client does not know",
+        ),
     ],
 )
-def test_a_message_that_does_not_fit_is_refused(data: bytes, features: Any, fields: Any, says: str) -> None:
+def test_a_message_that_does_not_fit_is_refused(
+    data: bytes, features: Any, fields: Any, says: str
+) -> None:
     with pytest.raises(ProtocolError, match=says):
         message(data, features, **fields)
 
 
 def test_texts_that_do_not_fill_their_rows_are_refused() -> None:
     rows = (1).to_bytes(4, "little") + b"abc" + (3).to_bytes(4, "little") + b"abcd"
-    with pytest.raises(ProtocolError, match=r"rows of \[7, 8\] bytes came, but their columns have \[5, 7\]"):
+    with pytest.raises(
+        ProtocolError, match=r"rows of \[7, 8\] bytes came, but their columns have \[5, 7\]"
+    ):
         message(rows, (TEXT,), sample_bytes=[7, 8]).batch(0)

@@ -22,7 +22,13 @@ def ranks_of(url: str, world_size: int, **fields: Any) -> list[list[Batch]]:
     attempt = f"{world_size}-{fields}"
 
     def read(rank: int) -> None:
-        given = {"rank": rank, "world_size": world_size, "attempt": attempt, "resume": "fresh", "takeover": True}
+        given = {
+            "rank": rank,
+            "world_size": world_size,
+            "attempt": attempt,
+            "resume": "fresh",
+            "takeover": True,
+        }
         with RemoteDataset(url, BATCH, **given, **fields) as dataset:
             # Memory is used again; these are kept.
             found[rank] = [{**batch, "labels": batch["labels"].clone()} for batch in dataset]  # type: ignore[misc]
@@ -35,33 +41,52 @@ def ranks_of(url: str, world_size: int, **fields: Any) -> list[list[Batch]]:
     return found
 
 
-def loss_of(model: torch.Tensor, batch: Batch, shifted: bool, reduction: str = "sum") -> torch.Tensor:
+def loss_of(
+    model: torch.Tensor, batch: Batch, shifted: bool, reduction: str = "sum"
+) -> torch.Tensor:
     """The loss of a model that knows nothing but the id before, as causal models take it."""
     logits, labels = model[batch["input_ids"]], batch["labels"]
     if not shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    return cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1), ignore_index=IGNORED, reduction=reduction)
+    return cross_entropy(
+        logits.reshape(-1, VOCABULARY),
+        labels.reshape(-1),
+        ignore_index=IGNORED,
+        reduction=reduction,
+    )
 
 
 @pytest.mark.parametrize("labels", ["same", "shifted"])
 def test_losses_of_all_ranks_and_steps_over_the_labels_are_the_mean_of_one_large_batch(
     server: str, labels: str
 ) -> None:
-    model = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    model = torch.randn(
+        VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     world, accumulate, shifted = 2, 3, labels == "shifted"
     ranks = ranks_of(f"{server}/{labels}", world, accumulate=accumulate)
-    assert len(ranks[0]) == len(ranks[1]) > 8 and len(ranks[0]) % accumulate, "an optimiser step is to be incomplete"
+    assert len(ranks[0]) == len(ranks[1]) > 8 and len(ranks[0]) % accumulate, (
+        "an optimiser step is to be incomplete"
+    )
     counts = []
     for first in range(0, len(ranks[0]), accumulate):
         micro = [batch for rank in ranks for batch in rank[first : first + accumulate]]
         (count,) = {batch["global_label_tokens"] for batch in micro}
         total = torch.stack([loss_of(model, batch, shifted) / count for batch in micro]).sum()
-        large: Any = {name: torch.cat([batch[name] for batch in micro]) for name in ("input_ids", "labels")}  # type: ignore[literal-required]
+        large: Any = {
+            name: torch.cat([batch[name] for batch in micro]) for name in ("input_ids", "labels")
+        }  # type: ignore[literal-required]
         torch.testing.assert_close(total, loss_of(model, large, shifted, "mean"))
         counts.append(count)
     assert len(set(counts)) > 2, "all optimiser steps have equally many labels"
     # As ranks that each took the mean of its own labels would not have it: that is what the number is for.
-    means = torch.stack([loss_of(model, batch, shifted, "mean") for batch in micro if (batch["labels"] != -100).any()])
+    means = torch.stack(
+        [
+            loss_of(model, batch, shifted, "mean")
+            for batch in micro
+            if (batch["labels"] != -100).any()
+        ]
+    )
     assert not torch.allclose(means.mean(), total)
 
 
@@ -80,13 +105,17 @@ def test_the_loss_of_a_step_averaged_over_ranks_is_the_mean_over_its_labels_and_
     ids = torch.randint(VOCABULARY, (2, 3, 8), generator=generator)
     ids[0, 2, 5:] = ids[1] = IGNORED  # of rank 1 all
     counted = ids[..., 0 if shifted else 1 :]
-    batches = [{"labels": rank, "global_label_tokens": int((counted != IGNORED).sum())} for rank in ids]
+    batches = [
+        {"labels": rank, "global_label_tokens": int((counted != IGNORED).sum())} for rank in ids
+    ]
     parts = [
         mean_loss(token_losses(own, batch["labels"], shifted=shifted), batch, Ranks())
         for own, batch in zip(logits, batches, strict=True)
     ]
     expected = cross_entropy(
-        (logits[0] if shifted else logits[0, :, :-1]).flatten(0, 1), counted[0].flatten(), ignore_index=IGNORED
+        (logits[0] if shifted else logits[0, :, :-1]).flatten(0, 1),
+        counted[0].flatten(),
+        ignore_index=IGNORED,
     )
     torch.testing.assert_close(torch.stack(parts).mean(), expected)
     assert parts[1] == 0
@@ -95,7 +124,11 @@ def test_the_loss_of_a_step_averaged_over_ranks_is_the_mean_over_its_labels_and_
 
     nothing = {"labels": ids[1], "global_label_tokens": 0}
     assert mean_loss(torch.zeros(3, 7), nothing, Ranks()) == 0
-    for wrong in ({"global_label_tokens": 0}, {"global_label_tokens": 0, "labels": ids[0]}, batches[0]):
+    for wrong in (
+        {"global_label_tokens": 0},
+        {"global_label_tokens": 0, "labels": ids[0]},
+        batches[0],
+    ):
         with pytest.raises(ValueError, match="expected a loss for each token"):
             mean_loss(torch.zeros(3) if wrong is batches[0] else torch.zeros(3, 8), wrong, Ranks())
 
@@ -103,7 +136,10 @@ def test_the_loss_of_a_step_averaged_over_ranks_is_the_mean_over_its_labels_and_
 def test_an_optimiser_step_is_waited_for_as_a_whole_or_to_the_end_of_the_data() -> None:
     # Steps of 2 samples of 8 tokens; the last of the 7 has one sample of padding.
     script = Script(end_index=13, pad_last_step=True, shifted=True)
-    with serving(script) as (server, url, _), RemoteDataset(url, 2, accumulate=3, connection=ahead(3)) as dataset:
+    with (
+        serving(script) as (server, url, _),
+        RemoteDataset(url, 2, accumulate=3, connection=ahead(3)) as dataset,
+    ):
         batches = [(batch["global_tokens"], batch["global_label_tokens"]) for batch in dataset]
         assert {progress.credit_micro_steps for progress in server.progress} == {3}
 

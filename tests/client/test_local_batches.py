@@ -25,9 +25,13 @@ MASKED = {"packing": "none", "last_micro_step": "pad", "pad_id": 0, "mask_bounda
 MIXTURES: dict[str, dict[str, Any]] = {
     "concat": flat([CODE, DOCS, WIKI], last_micro_step="pad", pad_id=0, mask_boundaries=True),
     "concat-left": flat([CODE, DOCS, WIKI], labels="shifted", padding="left", **PADDED),
-    "best-fit": flat([CODE, DOCS, WIKI], packing="best_fit", pack_window_rows=9, last_micro_step="pad", pad_id=0),
+    "best-fit": flat(
+        [CODE, DOCS, WIKI], packing="best_fit", pack_window_rows=9, last_micro_step="pad", pad_id=0
+    ),
     "chats": flat([CHATS], tokenizer=None, vocab_size=200, end_of_text_id=0, **MASKED),
-    "chats-wide": flat([CHATS], tokenizer=None, vocab_size=70_000, end_of_text_id=0, labels="shifted", **MASKED),
+    "chats-wide": flat(
+        [CHATS], tokenizer=None, vocab_size=70_000, end_of_text_id=0, labels="shifted", **MASKED
+    ),
     "rows": latents(),
 }
 OF_LAUNCH = ("run_uid", "checksum")
@@ -41,11 +45,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_features(folder)
     rows = [list(range(5, 5 + count)) for count in (3, 1, 9, 4, 14, 2, 8)]
     masks = [[i % 3 > 0 for i in range(len(row))] for row in rows]
-    table = {"ids": pa.array(rows, pa.list_(pa.int32())), "mask": pa.array(masks, pa.list_(pa.bool_()))}
+    table = {
+        "ids": pa.array(rows, pa.list_(pa.int32())),
+        "mask": pa.array(masks, pa.list_(pa.bool_())),
+    }
     pq.write_table(pa.table(table), folder / "chats.parquet")
     for name, found in MIXTURES.items():
         document = {key: value for key, value in found.items() if value is not None}
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(document | {"run": name}), encoding="utf-8")
+        (folder / f"{name}.yaml").write_text(
+            yaml.safe_dump(document | {"run": name}), encoding="utf-8"
+        )
     return folder
 
 
@@ -60,16 +69,23 @@ def plain(value: object) -> object:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_every_column_state_and_digest_is_that_of_the_served_run(name: str, served: str, folder: Path) -> None:
+def test_every_column_state_and_digest_is_that_of_the_served_run(
+    name: str, served: str, folder: Path
+) -> None:
     columns = OPTIONAL_COLUMNS if name != "rows" else ()
     size, accumulate = (3, 2) if name != "rows" else (None, 1)
 
-    def seen(dataset: LocalDataset | RemoteDataset, state: dict[str, str] | None = None) -> list[Any]:
+    def seen(
+        dataset: LocalDataset | RemoteDataset, state: dict[str, str] | None = None
+    ) -> list[Any]:
         if state is not None:
             dataset.load_state_dict(state)
         with dataset:
             return [
-                ({key: plain(value) for key, value in batch.items()}, dataset.state_dict()["tokenloom"])
+                (
+                    {key: plain(value) for key, value in batch.items()},
+                    dataset.state_dict()["tokenloom"],
+                )
                 for batch in dataset
             ]
 
@@ -86,5 +102,8 @@ def test_every_column_state_and_digest_is_that_of_the_served_run(name: str, serv
         }
     # And it goes on where the other stood, at the end of an optimiser step.
     middle = max(2, len(sent) // 4 * 2)
-    again = seen(LocalDataset(path, size, accumulate=accumulate, columns=columns), {"tokenloom": sent[middle - 1][1]})
+    again = seen(
+        LocalDataset(path, size, accumulate=accumulate, columns=columns),
+        {"tokenloom": sent[middle - 1][1]},
+    )
     assert [batch for batch, _ in again] == [batch for batch, _ in sent[middle:]]

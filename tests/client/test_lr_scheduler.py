@@ -12,7 +12,9 @@ from tokenloom import TokenLRScheduler
 
 
 def optimizer(*rates: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (1.0,)])
+    return torch.optim.SGD(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (1.0,)]
+    )
 
 
 def schedule(of: torch.optim.Optimizer | None = None, **changes: Any) -> TokenLRScheduler:
@@ -27,9 +29,18 @@ def schedule(of: torch.optim.Optimizer | None = None, **changes: Any) -> TokenLR
         ({"warmup_tokens": 0}, {0: 1.0}),
         ({"shape": "linear"}, {100: 1.0, 600: 0.55, 1000: 0.19, 1100: 0.1, 5000: 0.1}),
         ({"shape": "constant", "target_tokens": None}, {50: 0.5, 100: 1.0, 10**12: 1.0}),
-        ({"shape": "inverse_sqrt", "target_tokens": None}, {50: 0.5, 100: 1.0, 400: 0.5, 900: 1 / 3, 10**6: 0.1}),
-        ({"shape": "wsd", "decay_start_tokens": 700}, {99: 0.99, 100: 1.0, 700: 1.0, 800: 0.775, 1100: 0.1}),
-        ({"shape": "wsd", "decay_start_tokens": 700, "decay_shape": "cosine"}, {700: 1.0, 900: 0.55, 1100: 0.1}),
+        (
+            {"shape": "inverse_sqrt", "target_tokens": None},
+            {50: 0.5, 100: 1.0, 400: 0.5, 900: 1 / 3, 10**6: 0.1},
+        ),
+        (
+            {"shape": "wsd", "decay_start_tokens": 700},
+            {99: 0.99, 100: 1.0, 700: 1.0, 800: 0.775, 1100: 0.1},
+        ),
+        (
+            {"shape": "wsd", "decay_start_tokens": 700, "decay_shape": "cosine"},
+            {700: 1.0, 900: 0.55, 1100: 0.1},
+        ),
         (
             {"shape": "wsd", "decay_start_tokens": 700, "decay_shape": "one_minus_sqrt"},
             {700: 1.0, 800: 0.55, 2000: 0.1},
@@ -63,7 +74,9 @@ def test_every_shape_goes_on_to_the_bit_with_another_batch_size(shape: str) -> N
         assert after.get_last_lr() == alone.get_last_lr()
 
 
-def test_a_checkpoint_that_counted_steps_goes_on_by_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_counted_steps_goes_on_by_its_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     older = torch.optim.lr_scheduler.LinearLR(optimizer(0.5)).state_dict() | {"total_tokens": 600}
     scheduler = schedule()
     with caplog.at_level(logging.WARNING, "tokenloom"):
@@ -138,15 +151,33 @@ def test_the_state_is_plain_numbers_and_a_loaded_schedule_that_differs_is_logged
         ({"target_tokens": 50}, "not below warmup_tokens; got warmup_tokens=100, target_tokens=50"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio must be between 0 and 1; got 1.5"),
         ({"min_lr_ratio": math.nan}, "min_lr_ratio must be between 0 and 1"),
-        ({"shape": "cosinus"}, "shape must be one of cosine, linear, constant, inverse_sqrt, wsd; got 'cosinus'"),
+        (
+            {"shape": "cosinus"},
+            "shape must be one of cosine, linear, constant, inverse_sqrt, wsd; got 'cosinus'",
+        ),
         ({"target_tokens": None}, "target_tokens is missing: cosine has its end there"),
-        ({"shape": "inverse_sqrt", "warmup_tokens": 0}, "warmup_tokens must be at least 1 with inverse_sqrt"),
+        (
+            {"shape": "inverse_sqrt", "warmup_tokens": 0},
+            "warmup_tokens must be at least 1 with inverse_sqrt",
+        ),
         ({"decay_start_tokens": 500}, "belong to wsd; leave them out with shape='cosine'"),
-        ({"shape": "linear", "decay_shape": "cosine"}, "belong to wsd; leave them out with shape='linear'"),
+        (
+            {"shape": "linear", "decay_shape": "cosine"},
+            "belong to wsd; leave them out with shape='linear'",
+        ),
         ({"shape": "wsd"}, "wsd needs decay_start_tokens, between warmup_tokens and target_tokens"),
-        ({"shape": "wsd", "decay_start_tokens": 99}, "warmup_tokens=100, decay_start_tokens=99, target_tokens=1100"),
-        ({"shape": "wsd", "decay_start_tokens": 1101}, "decay_start_tokens=1101, target_tokens=1100"),
-        ({"shape": "wsd", "decay_start_tokens": 500, "decay_shape": "sqrt"}, "decay_shape must be one of linear"),
+        (
+            {"shape": "wsd", "decay_start_tokens": 99},
+            "warmup_tokens=100, decay_start_tokens=99, target_tokens=1100",
+        ),
+        (
+            {"shape": "wsd", "decay_start_tokens": 1101},
+            "decay_start_tokens=1101, target_tokens=1100",
+        ),
+        (
+            {"shape": "wsd", "decay_start_tokens": 500, "decay_shape": "sqrt"},
+            "decay_shape must be one of linear",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -161,7 +192,9 @@ def test_a_step_without_a_sensible_count_is_refused() -> None:
 
 
 def test_a_state_of_another_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="must have total_tokens beside them; got \\['last_epoch'\\]"):
+    with pytest.raises(
+        ValueError, match="must have total_tokens beside them; got \\['last_epoch'\\]"
+    ):
         schedule().load_state_dict({"last_epoch": 3})
     with pytest.raises(ValueError, match="the state has 2 parameter groups, the optimizer 1"):
         schedule().load_state_dict(schedule(optimizer(1.0, 2.0)).state_dict())

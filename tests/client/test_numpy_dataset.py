@@ -73,7 +73,10 @@ print(json.dumps({"alone": alone, "ranks": ranks, "states": [states[0], states[1
 
 def columns(batch: Any) -> dict[str, Any]:
     """What a batch holds, its arrays by type, shape and bytes."""
-    arrays = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    arrays = {
+        name: value.numpy() if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
     return {
         name: hashlib.md5(str((value.dtype, value.shape)).encode() + value.tobytes()).hexdigest()
         if isinstance(value, np.ndarray)
@@ -99,9 +102,18 @@ def test_without_torch_batches_states_and_digests_are_those_that_torch_gets(serv
     grpc = {"grpc", "grpc_health", "grpc_reflection", "cython_runtime"}
     assert set(seen["imported"]) <= {"google", "numpy", "tokenloom", "tokenloom_proto"} | grpc
     assert seen["slot"] == [1, 2]
-    assert "rank 1 of 2 needs an attempt id that is new for each launch" in seen["refused"].pop("without attempt")
+    assert "rank 1 of 2 needs an attempt id that is new for each launch" in seen["refused"].pop(
+        "without attempt"
+    )
     assert sorted(seen["refused"]) == [
-        *("EvaluationDataset", "LocalDataset", "MeanLosses", "PeekDataset", "RemoteDataset", "SourceLoss"),
+        *(
+            "EvaluationDataset",
+            "LocalDataset",
+            "MeanLosses",
+            "PeekDataset",
+            "RemoteDataset",
+            "SourceLoss",
+        ),
         *("TokenLRScheduler", "mean_loss", "token_losses"),
     ]
     assert "tokenloom.RemoteDataset needs torch" in seen["refused"]["RemoteDataset"]
@@ -130,7 +142,9 @@ def test_without_torch_batches_states_and_digests_are_those_that_torch_gets(serv
 
 def test_importing_the_package_does_not_import_torch_where_it_is() -> None:
     script = "import sys, tokenloom; assert 'torch' not in sys.modules; print(dir(tokenloom))"
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False
+    )
     assert answer.returncode == 0, answer.stderr
     assert "'RemoteDataset'" in answer.stdout
 
@@ -150,18 +164,27 @@ def test_an_array_is_its_holders_alone_and_may_be_written_to(server: str) -> Non
 def rows(dtype: str) -> RowsMessage:
     features = Feature("x", dtype, (3,)), Feature("empty", "float32", (0,))
     data = np.arange(12, dtype="<u2").view(np.uint8)[: 2 * features[0].bytes].tobytes()
-    return RowsMessage(2, step_numbers([0, 0]), data=data, buckets=[Bucket("b", "s", features, None)])
+    return RowsMessage(
+        2, step_numbers([0, 0]), data=data, buckets=[Bucket("b", "s", features, None)]
+    )
 
 
 def test_rows_have_numpys_types_and_where_there_are_none_those_of_ml_dtypes() -> None:
-    maker = ArrayMaker(Layout(batch_size=2, sequence_length=1, id_type="<u1", shifted=False, rows=True))
+    maker = ArrayMaker(
+        Layout(batch_size=2, sequence_length=1, id_type="<u1", shifted=False, rows=True)
+    )
     for dtype in ("float16", "bfloat16", "float8_e4m3fn"):
         batch = maker.batch(rows(dtype), 0)
         assert batch["x"].dtype == (np.float16 if dtype == "float16" else getattr(ml_dtypes, dtype))
-        assert (batch["x"].shape, batch["empty"].shape, batch["empty"].dtype) == ((2, 3), (2, 0), np.float32)
+        assert (batch["x"].shape, batch["empty"].shape, batch["empty"].dtype) == (
+            (2, 3),
+            (2, 0),
+            np.float32,
+        )
         assert batch["x"].tobytes() == np.arange(12, dtype="<u2").tobytes()[: batch["x"].nbytes]
 
     with pytest.raises(
-        ProtocolError, match=r"'x' is of dtype 'float8_e9m9', which numpy does not have: pip install -U"
+        ProtocolError,
+        match=r"'x' is of dtype 'float8_e9m9', which numpy does not have: pip install -U",
     ):
         maker.batch(rows("float8_e9m9"), 0)

@@ -45,5 +45,7 @@ def test_what_is_held_is_never_more_than_one_plan_would_hold(seed: int) -> None:
 
 
 def test_a_size_that_changes_within_a_step_is_a_fault_of_the_server() -> None:
-    with pytest.raises(ProtocolError, match="micro-steps of 2 × 3 samples from 10 on cannot end at 20"):
+    with pytest.raises(
+        ProtocolError, match="micro-steps of 2 × 3 samples from 10 on cannot end at 20"
+    ):
         StepSchedule([BatchPlan(10, 3, 8), BatchPlan(20, 4, 8)], world_size=WORLD_SIZE)

@@ -21,7 +21,10 @@ LENGTH = 8
 @pytest.fixture(scope="module", params=["same", "shifted"])
 def dataset(request: pytest.FixtureRequest) -> Iterator[RemoteDataset]:
     """Joined, of two sources a and b."""
-    with serving(Script(shifted=request.param == "shifted")) as (_, url, _), RemoteDataset(url, 2) as opened:
+    with (
+        serving(Script(shifted=request.param == "shifted")) as (_, url, _),
+        RemoteDataset(url, 2) as opened,
+    ):
         next(iter(opened))
         assert opened.labels == request.param
         yield opened
@@ -37,18 +40,24 @@ def random_batch(draw: random.Random, samples: int) -> dict[str, Any]:
     }
 
 
-def slowly(added: list[tuple[torch.Tensor, dict[str, Any]]], shifted: bool) -> dict[int, tuple[float, int]]:
+def slowly(
+    added: list[tuple[torch.Tensor, dict[str, Any]]], shifted: bool
+) -> dict[int, tuple[float, int]]:
     """By source: the mean loss over its tokens, and how many these are; token by token."""
     found: dict[int, list[float]] = {}
     for losses, batch in added:
         for sample, source in enumerate(batch["source_ids"].tolist()):
             labels = batch["labels"][sample].tolist()
             if losses.dim() == 1:
-                own = [losses[sample].item()] * sum(label != -100 for label in labels[0 if shifted else 1 :])
+                own = [losses[sample].item()] * sum(
+                    label != -100 for label in labels[0 if shifted else 1 :]
+                )
             else:
                 own = [
                     loss
-                    for loss, label in zip(losses[sample].tolist(), labels[LENGTH - losses.shape[1] :], strict=True)
+                    for loss, label in zip(
+                        losses[sample].tolist(), labels[LENGTH - losses.shape[1] :], strict=True
+                    )
                     if label != -100
                 ]
             if source != -1 and own:
@@ -69,7 +78,9 @@ def test_sums_are_those_of_a_slow_computation(dataset: RemoteDataset, width: int
                 [draw.uniform(0, 9) for _ in range(samples * (width or 1))], requires_grad=True
             ).reshape(samples, *([] if width is None else [width]))
             # What does not count may be anything.
-            losses = losses.masked_fill(batch["source_ids"].reshape(-1, *([1] * (losses.dim() - 1))) == -1, math.nan)
+            losses = losses.masked_fill(
+                batch["source_ids"].reshape(-1, *([1] * (losses.dim() - 1))) == -1, math.nan
+            )
             source_loss.add(losses, batch)
             added.append((losses, batch))
         expected = slowly(added, dataset.labels == "shifted")
@@ -80,8 +91,13 @@ def test_sums_are_those_of_a_slow_computation(dataset: RemoteDataset, width: int
             assert found.losses[name] == pytest.approx(loss, rel=1e-6)
             assert found.tokens[name] == tokens
         total = sum(tokens for _, tokens in expected.values())
-        assert found.loss == pytest.approx(sum(loss * n for loss, n in expected.values()) / total, rel=1e-6)
-        assert (found.sample_index, found.total_tokens) == (batch["sample_index"], batch["total_tokens"])
+        assert found.loss == pytest.approx(
+            sum(loss * n for loss, n in expected.values()) / total, rel=1e-6
+        )
+        assert (found.sample_index, found.total_tokens) == (
+            batch["sample_index"],
+            batch["total_tokens"],
+        )
     assert source_loss.reduce().losses == {}
 
 
@@ -93,7 +109,9 @@ def test_a_token_that_does_not_count_may_have_no_number(dataset: RemoteDataset) 
     source_loss.add(losses, {"source_ids": torch.tensor([0, 1]), "labels": labels})
     assert source_loss.reduce().by_id == {0: (1.0, 7)}
     # Per sample: the mean over no token.
-    source_loss.add(torch.tensor([2.0, math.nan]), {"source_ids": torch.tensor([0, 1]), "labels": labels})
+    source_loss.add(
+        torch.tensor([2.0, math.nan]), {"source_ids": torch.tensor([0, 1]), "labels": labels}
+    )
     found = source_loss.reduce()
     assert found.by_id == {0: (2.0, 7 if dataset.labels == "shifted" else 6)}
 
@@ -111,7 +129,9 @@ def test_half_precision_losses_are_summed_in_full(dataset: RemoteDataset) -> Non
     losses = torch.full((64, 512), 0.1, dtype=torch.bfloat16)
     for _ in range(4):
         source_loss.add(losses, {"source_ids": torch.zeros(64, dtype=torch.int64)})
-    assert source_loss.reduce().by_id == {0: (pytest.approx(losses[0, 0].item(), rel=1e-12), 4 * 64 * 512)}
+    assert source_loss.reduce().by_id == {
+        0: (pytest.approx(losses[0, 0].item(), rel=1e-12), 4 * 64 * 512)
+    }
 
 
 def test_losses_of_another_shape_are_refused(dataset: RemoteDataset) -> None:
@@ -142,7 +162,10 @@ def test_sources_that_come_at_once_in_great_numbers_count_in_the_whole_and_from_
 
 
 def test_ranks_without_a_process_group_are_told(dataset: RemoteDataset) -> None:
-    with serving(Script()) as (_, url, _), RemoteDataset(url, 1, rank=0, world_size=2, attempt="a") as rank:
+    with (
+        serving(Script()) as (_, url, _),
+        RemoteDataset(url, 1, rank=0, world_size=2, attempt="a") as rank,
+    ):
         batch = next(iter(rank))
         source_loss = SourceLoss(rank)
         source_loss.add(torch.ones(1), batch)
@@ -169,13 +192,18 @@ def test_token_losses_are_the_cross_entropy_of_each_token(shifted: bool, chunk_t
     assert found.shape == (3, LENGTH - first)
     (slopes,) = torch.autograd.grad(found.sum(), logits)
     whole = functional.cross_entropy(
-        (logits if shifted else logits[:, :-1]).flatten(0, 1), labels[:, first:].flatten(), reduction="sum"
+        (logits if shifted else logits[:, :-1]).flatten(0, 1),
+        labels[:, first:].flatten(),
+        reduction="sum",
     )
     torch.testing.assert_close(slopes, torch.autograd.grad(whole, logits)[0])
 
 
 def test_token_losses_widen_half_precision_and_refuse_other_shapes() -> None:
-    logits, labels = torch.randn(1, LENGTH, 5, dtype=torch.bfloat16), torch.zeros(1, LENGTH, dtype=torch.int64)
+    logits, labels = (
+        torch.randn(1, LENGTH, 5, dtype=torch.bfloat16),
+        torch.zeros(1, LENGTH, dtype=torch.int64),
+    )
     found = token_losses(logits, labels, shifted=True)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, token_losses(logits.float(), labels, shifted=True))
@@ -214,7 +242,10 @@ def test_rank_0_reports_what_was_reduced() -> None:
         )
         assert (report.sample_index, report.total_tokens, report.step) == (2, 16, 7)
         assert (report.loss, report.learning_rate) == (found.loss, 0.25)
-        assert [(each.source_id, each.loss, each.tokens) for each in report.sources] == [(0, 1.5, 1), (1, 2.5, 1)]
+        assert [(each.source_id, each.loss, each.tokens) for each in report.sources] == [
+            (0, 1.5, 1),
+            (1, 2.5, 1),
+        ]
 
 
 def test_other_ranks_and_who_only_looks_report_nothing() -> None:
@@ -225,21 +256,31 @@ def test_other_ranks_and_who_only_looks_report_nothing() -> None:
         for rank in ranks:
             rank.close()
         assert len(server.reports) == 1
-        with PeekDataset(url, 2) as looking, pytest.raises(ValueError, match="PeekDataset takes no part"):
+        with (
+            PeekDataset(url, 2) as looking,
+            pytest.raises(ValueError, match="PeekDataset takes no part"),
+        ):
             SourceLoss(looking).report(mean_losses(a=1.0))
 
 
-def test_losses_that_are_no_number_are_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_losses_that_are_no_number_are_left_out_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with serving(Script()) as (server, url, _):
         with joined(server, url) as dataset:
             source_loss = SourceLoss(dataset)
             for index in (8, 16):
                 source_loss.report(mean_losses(index, a=math.nan, b=1.0))
-        assert [[each.source_id for each in report.sources] for report in server.reports] == [[1], [1]]
+        assert [[each.source_id for each in report.sources] for report in server.reports] == [
+            [1],
+            [1],
+        ]
         assert caplog.text.count("the loss of a is not finite at sample 8") == 1
 
 
-def test_what_the_server_refuses_is_dropped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_server_refuses_is_dropped_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with serving(Script(report_errors=["Fenced", "Fenced"])) as (server, url, _):
         with joined(server, url) as dataset:
             for index in (8, 16, 24, 32):

@@ -21,7 +21,9 @@ Counts = dict[str, dict[str, int]]
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """A run of padded samples, with 48 of four ranks between two state boundaries."""
     monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 6)
-    document = flat([CODE, PROSE, WIKI], packing="none", long_rows="split", pad_id=0, window_micro_steps=12)
+    document = flat(
+        [CODE, PROSE, WIKI], packing="none", long_rows="split", pad_id=0, window_micro_steps=12
+    )
     for child in document["mixture"]["children"]:
         child["epochs"] = 5
     place = Place(write_corpus(tmp_path), tmp_path, document)
@@ -53,7 +55,9 @@ def specs_of(dataset: Any) -> dict[int, str]:
     return {source.id: source.spec for source in dataset.sources}
 
 
-def test_ranks_that_prefetch_otherwise_and_a_launch_of_another_size_write_the_same_counts(place: Place) -> None:
+def test_ranks_that_prefetch_otherwise_and_a_launch_of_another_size_write_the_same_counts(
+    place: Place,
+) -> None:
     place.serve()
     with over_grpc(place.runs) as address:
         url = f"grpc://{address}/test"
@@ -77,9 +81,16 @@ def test_ranks_that_prefetch_otherwise_and_a_launch_of_another_size_write_the_sa
             batches += [next(iter(dataset)) for dataset in first]
             states = {dataset.state_dict()["tokenloom"] for dataset in first}
             assert len(states) == 1 and counts_of(first[0]) == recount(specs_of(first[0]), batches)
-            assert {dataset.real_tokens for dataset in first} == {real_of(batches)} == {batches[-1]["real_tokens"]}
+            assert (
+                {dataset.real_tokens for dataset in first}
+                == {real_of(batches)}
+                == {batches[-1]["real_tokens"]}
+            )
         state = first[0].state_dict()
-        assert first[0].sample_index == 320 and unseal(state["tokenloom"])["resume_state"]["sample_index"] == 288
+        assert (
+            first[0].sample_index == 320
+            and unseal(state["tokenloom"])["resume_state"]["sample_index"] == 288
+        )
         # Of earlier batches, too, and with nobody there any more.
         for dataset in first:
             dataset.close()
@@ -90,14 +101,18 @@ def test_ranks_that_prefetch_otherwise_and_a_launch_of_another_size_write_the_sa
         for payload in ({"datasets": [{"spec": "x"}]}, {"sample_index": 7}):
             unjoined = RemoteDataset(url, BATCH, rank=0, world_size=1)
             unjoined.load_state_dict(payload)
-            with pytest.raises(RuntimeError, match="real_tokens: an older data loader's checkpoint was loaded"):
+            with pytest.raises(
+                RuntimeError, match="real_tokens: an older data loader's checkpoint was loaded"
+            ):
                 _ = unjoined.real_tokens
         for dataset in second:
             iter(dataset)
             assert dataset.real_tokens == real_of(batches)
         for _ in range(8):
             batches += [next(iter(dataset)) for dataset in second]
-            assert [counts_of(dataset) for dataset in second] == [recount(specs_of(second[0]), batches)] * 3
+            assert [counts_of(dataset) for dataset in second] == [
+                recount(specs_of(second[0]), batches)
+            ] * 3
         for dataset in second:
             dataset.close()
 
@@ -110,4 +125,6 @@ def test_a_server_inside_the_job_tells_the_same(place: Place) -> None:
             batches.append(batch)
             assert counts_of(dataset) == recount(specs_of(dataset), batches)
             assert dataset.real_tokens == real_of(batches)
-        assert torch.stack([batch["attention_mask"] for batch in batches]).sum() < BATCH * LENGTH * len(batches)
+        assert torch.stack(
+            [batch["attention_mask"] for batch in batches]
+        ).sum() < BATCH * LENGTH * len(batches)

@@ -42,9 +42,13 @@ def test_a_broken_stream_is_reopened_behind_the_last_step_received(
     fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = Script(
-        end_index=12, on_message=lambda stream, begin: fault if begin == 4 * stream and begin < 12 else None
+        end_index=12,
+        on_message=lambda stream, begin: fault if begin == 4 * stream and begin < 12 else None,
     )
-    with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(12)) as dataset:
+    with (
+        serving(script) as (server, url, _),
+        RemoteDataset(url, 1, connection=ahead(12)) as dataset,
+    ):
         assert list(samples(dataset)) == list(range(12))
 
         assert len(server.joins) == 1
@@ -58,7 +62,10 @@ def test_a_broken_stream_is_reopened_behind_the_last_step_received(
 
 
 def test_a_new_stream_tells_what_was_consumed_and_the_highest_commit_seen() -> None:
-    script = Script(group_micro_steps=1, on_message=lambda stream, begin: "" if (stream, begin) == (1, 6) else None)
+    script = Script(
+        group_micro_steps=1,
+        on_message=lambda stream, begin: "" if (stream, begin) == (1, 6) else None,
+    )
     with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(2)) as dataset:
         batches = iter(dataset)
         for expected in range(9):
@@ -96,7 +103,10 @@ def test_a_fenced_trainer_gets_none_of_what_was_buffered() -> None:
     def fence(stream: int, begin: int) -> str | None:
         return "Fenced" if begin == 8 and fenced.wait(60) else None
 
-    with serving(Script(on_message=fence)) as (server, url, _), RemoteDataset(url, 1, connection=ahead(20)) as dataset:
+    with (
+        serving(Script(on_message=fence)) as (server, url, _),
+        RemoteDataset(url, 1, connection=ahead(20)) as dataset,
+    ):
         batches = iter(dataset)
         next(batches)
         fenced.set()
@@ -112,7 +122,9 @@ def test_a_fenced_trainer_gets_none_of_what_was_buffered() -> None:
         assert dataset.sample_index == 1
 
 
-@pytest.mark.parametrize(("fault", "error"), [("LedgerRolledBack", LedgerRolledBack), ("NotFound", NotFound)])
+@pytest.mark.parametrize(
+    ("fault", "error"), [("LedgerRolledBack", LedgerRolledBack), ("NotFound", NotFound)]
+)
 def test_any_other_named_error_comes_after_what_was_buffered_and_is_not_tried_again(
     fault: str, error: type[TokenloomError]
 ) -> None:
@@ -144,14 +156,21 @@ def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_silence")
-def test_a_silent_stream_is_taken_for_broken_but_not_one_that_has_heartbeats(caplog: pytest.LogCaptureFixture) -> None:
-    script = Script(on_message=lambda stream, begin: "silent" if (stream, begin) == (1, 4) else None)
+def test_a_silent_stream_is_taken_for_broken_but_not_one_that_has_heartbeats(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    script = Script(
+        on_message=lambda stream, begin: "silent" if (stream, begin) == (1, 4) else None
+    )
     with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(8)) as dataset:
         assert list(samples(dataset, 8)) == list(range(8))
 
         assert [open_.received_through for open_ in server.opens[:2]] == [0, 4]
         assert "silent, without even a heartbeat" in caplog.text
-    with serving(Script()) as (server, url, _), RemoteDataset(url, 1, connection=ahead(2)) as dataset:
+    with (
+        serving(Script()) as (server, url, _),
+        RemoteDataset(url, 1, connection=ahead(2)) as dataset,
+    ):
         batches = iter(dataset)
         next(batches)
         time.sleep(2.5)  # the trainer is busy, the buffer full
@@ -170,7 +189,8 @@ def test_a_batch_that_does_not_come_is_logged_and_in_the_end_an_error_after_whic
     with serving(script) as (_, url, _), RemoteDataset(url, 1, connection=options) as dataset:
         batches = iter(dataset)
         with pytest.raises(
-            ServerUnavailable, match=r"no batch for 0\.5 s \(batch_timeout_s\); waiting for: the stream"
+            ServerUnavailable,
+            match=r"no batch for 0\.5 s \(batch_timeout_s\); waiting for: the stream",
         ):
             next(batches)
         assert dataset._connection is not None
@@ -180,11 +200,15 @@ def test_a_batch_that_does_not_come_is_logged_and_in_the_end_an_error_after_whic
     assert "no batch for 0 s; waiting for: the stream to open" in caplog.text
 
 
-def test_the_server_hears_how_long_next_waited_also_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_hears_how_long_next_waited_also_while_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(buffer, "TICK_S", 0.05)
     monkeypatch.setattr(buffer, "SIGN_OF_LIFE_S", 0.1)
     monkeypatch.setattr(stream, "SIGN_OF_LIFE_S", 0.1)
-    script = Script(on_message=lambda number, begin: "silent" if number == 1 and begin == 4 else None)
+    script = Script(
+        on_message=lambda number, begin: "silent" if number == 1 and begin == 4 else None
+    )
     with serving(script) as (server, url, _), RemoteDataset(url, 1, connection=ahead(4)) as dataset:
         batches = iter(dataset)
         next(batches)
@@ -219,7 +243,9 @@ def test_reconnecting_ends_after_its_timeout_with_what_was_buffered_delivered_fi
         assert eventually(lambda: received.received_through >= 5)
         server.stop(0).wait()
     got: list[int] = []
-    with pytest.raises(ServerUnavailable, match=r"gave no stream for 0\.5 s \(reconnect_timeout_s\)"):
+    with pytest.raises(
+        ServerUnavailable, match=r"gave no stream for 0\.5 s \(reconnect_timeout_s\)"
+    ):
         got.extend(batch["sample_index"] for batch in batches)
 
     assert got[:3] == [2, 3, 4]
@@ -234,7 +260,9 @@ def test_a_server_that_takes_every_stream_and_says_nothing_is_given_up_after_the
     monkeypatch.setattr(stream, "SOUND_STREAM_S", 0.05)  # less than each of the streams lasts
     with serving(Script(on_message=lambda number, begin: "silent")) as (server, url, _):
         dataset = RemoteDataset(url, 1, connection=ConnectionOptions(reconnect_timeout_s=1.0))
-        with pytest.raises(ServerUnavailable, match=r"gave no stream for 1 s .*silent, without even a heartbeat"):
+        with pytest.raises(
+            ServerUnavailable, match=r"gave no stream for 1 s .*silent, without even a heartbeat"
+        ):
             next(iter(dataset))
         dataset.close()
 
@@ -264,13 +292,20 @@ def test_closing_while_the_stream_is_broken_still_delivers_the_last_report() -> 
         dataset = RemoteDataset(url, 1, connection=ahead(8))
         batches = iter(dataset)
         next(batches)
-        assert eventually(lambda: dataset._connection is not None and dataset._connection.buffer.received_through == 4)
+        assert eventually(
+            lambda: (
+                dataset._connection is not None and dataset._connection.buffer.received_through == 4
+            )
+        )
         assert dataset._connection is not None
         dataset._connection.break_stream()
         assert list(samples(dataset)) == [1, 2, 3]
         dataset.close()
 
-        assert max(server.opens[-1].progress.consumed_through, server.progress[-1].consumed_through) == 4
+        assert (
+            max(server.opens[-1].progress.consumed_through, server.progress[-1].consumed_through)
+            == 4
+        )
 
 
 # --- Join --------------------------------------------------------------------------------------------------------
@@ -288,7 +323,10 @@ def test_a_join_waits_for_a_place_where_all_are_taken(caplog: pytest.LogCaptureF
 
 
 def test_a_join_waits_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(Script(join_errors=["", "ServerStopping"])) as (server, url, _), RemoteDataset(url, 1) as dataset:
+    with (
+        serving(Script(join_errors=["", "ServerStopping"])) as (server, url, _),
+        RemoteDataset(url, 1) as dataset,
+    ):
         assert next(samples(dataset)) == 0
 
         assert len(server.joins) == 3
@@ -296,7 +334,9 @@ def test_a_join_waits_for_a_server_that_is_away(caplog: pytest.LogCaptureFixture
         assert "cannot join" in caplog.text
 
 
-def test_of_several_servers_the_log_has_the_words_of_the_one_that_leads(caplog: pytest.LogCaptureFixture) -> None:
+def test_of_several_servers_the_log_has_the_words_of_the_one_that_leads(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     standby, leader = Script(join_errors=["NotLeader"] * 9), Script(join_errors=["ServerStopping"])
     with serving(standby) as (_, first, _), serving(leader) as (_, second, _):
         both = first.replace("/fake", f",{second.removeprefix('grpc://')}")
@@ -307,7 +347,9 @@ def test_of_several_servers_the_log_has_the_words_of_the_one_that_leads(caplog: 
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_a_server_that_never_comes_or_does_not_answer_is_unavailable_after_the_timeout(listens: bool) -> None:
+def test_a_server_that_never_comes_or_does_not_answer_is_unavailable_after_the_timeout(
+    listens: bool,
+) -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         if listens:

@@ -11,7 +11,12 @@ from tokenloom import TokenBudget
 
 
 def budget(**changes: Any) -> TokenBudget:
-    given: dict[str, Any] = {"context_length": 128, "batch_size": 4, "world_size": 2, "dataset_samples": 1003}
+    given: dict[str, Any] = {
+        "context_length": 128,
+        "batch_size": 4,
+        "world_size": 2,
+        "dataset_samples": 1003,
+    }
     return TokenBudget(**given | changes)
 
 
@@ -49,13 +54,19 @@ def test_the_start_lines_of_a_log() -> None:
         "Target:          epochs=1.57 target_steps=197 target_tokens=200000 (factor 20)",
     ]
     endless = budget(ends=False, parameters=1000, factor=1.5).lines()
-    assert endless[0].endswith("tokens_per_step=1016 (one epoch of every source; the data never end)")
+    assert endless[0].endswith(
+        "tokens_per_step=1016 (one epoch of every source; the data never end)"
+    )
     unknown = budget(dataset_samples=None, parameters=1000, factor=1.5).lines()
     assert unknown[0].startswith("Dataset estimate: steps=unknown tokens=unknown")
-    assert unknown[1].startswith("Target:          epochs=unknown target_steps=2 target_tokens=1500")
+    assert unknown[1].startswith(
+        "Target:          epochs=unknown target_steps=2 target_tokens=1500"
+    )
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])  # as slow as the machine is busy
+@settings(
+    max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)  # as slow as the machine is busy
 @given(
     samples=st.integers(0, 500),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -69,11 +80,18 @@ def test_steps_under_a_batch_schedule_are_those_of_a_count_by_hand(
     length = 7
     begins = [sum(gaps[:i]) for i in range(len(sizes))]
     found = budget(
-        context_length=length, batch_size=list(zip(begins, sizes, strict=True)), world_size=world, accumulate=accumulate
+        context_length=length,
+        batch_size=list(zip(begins, sizes, strict=True)),
+        world_size=world,
+        accumulate=accumulate,
     )
     steps = at = 0
     while True:
-        size = next(size for begin, size in reversed(list(zip(begins, sizes, strict=True))) if at * length >= begin)
+        size = next(
+            size
+            for begin, size in reversed(list(zip(begins, sizes, strict=True)))
+            if at * length >= begin
+        )
         if at + size * world * accumulate > samples:
             break
         at += size * world * accumulate
@@ -86,15 +104,24 @@ def test_steps_under_a_batch_schedule_are_those_of_a_count_by_hand(
     ("changes", "message"),
     [
         ({"context_length": 0}, "context_length must be at least 1; got 0"),
-        ({"context_length": 1}, "context_length must be at least 2 where labels are shifted inside"),
+        (
+            {"context_length": 1},
+            "context_length must be at least 2 where labels are shifted inside",
+        ),
         ({"world_size": 0}, "world_size must be at least 1"),
         ({"accumulate": 0}, "accumulate must be at least 1"),
         ({"batch_size": 0}, "batch size is 0; expected 1 to"),
         ({"batch_size": [(10, 4)]}, "begins at 10 total tokens; expected 0"),
-        ({"batch_size": [(0, 4), (9, 8), (9, 16)]}, "begins at 9 total tokens; expected more than 9"),
+        (
+            {"batch_size": [(0, 4), (9, 8), (9, 16)]},
+            "begins at 9 total tokens; expected more than 9",
+        ),
         ({"factor": 20}, "factor=20 is tokens per parameter, so parameters must be given"),
         ({"factor": -1}, "must not be negative"),
-        ({"dataset_samples": None}, "factor=0 means the whole dataset, but this one has no end that is known"),
+        (
+            {"dataset_samples": None},
+            "factor=0 means the whole dataset, but this one has no end that is known",
+        ),
         ({"ends": False}, "give a factor"),
     ],
 )

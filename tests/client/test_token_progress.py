@@ -69,7 +69,9 @@ def test_the_global_step_goes_on_from_a_checkpoint_whatever_the_batch_size() -> 
 
 
 def test_micro_batches_make_one_step() -> None:
-    budget = TokenBudget(context_length=128, batch_size=4, world_size=2, accumulate=2, dataset_samples=1000)
+    budget = TokenBudget(
+        context_length=128, batch_size=4, world_size=2, accumulate=2, dataset_samples=1000
+    )
     lines: list[str] = []
     progress = TokenProgress(budget, write=lines.append, every_s=0)
     for step in range(1, 5):
@@ -85,7 +87,9 @@ def test_micro_batches_make_one_step() -> None:
 
 def test_other_ranks_say_nothing_but_save_the_same_state() -> None:
     said: list[str] = []
-    first, second = (TokenProgress(BUDGET, rank=rank, write=said.append, every_s=1000) for rank in (0, 1))
+    first, second = (
+        TokenProgress(BUDGET, rank=rank, write=said.append, every_s=1000) for rank in (0, 1)
+    )
     second.start()
     second.update(batch(1))
     second.close()

@@ -23,9 +23,20 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def topology(
-    rank: int | None = None, world_size: int | None = None, attempt: str | None = None, **options: Any
+    rank: int | None = None,
+    world_size: int | None = None,
+    attempt: str | None = None,
+    **options: Any,
 ) -> Topology:
-    return resolve("run", stream="train", rank=rank, world_size=world_size, attempt=attempt, timeout_s=5, **options)
+    return resolve(
+        "run",
+        stream="train",
+        rank=rank,
+        world_size=world_size,
+        attempt=attempt,
+        timeout_s=5,
+        **options,
+    )
 
 
 def test_a_process_without_a_launcher_is_the_only_rank_and_makes_its_own_attempt() -> None:
@@ -35,7 +46,9 @@ def test_a_process_without_a_launcher_is_the_only_rank_and_makes_its_own_attempt
     assert one.attempt != other.attempt
 
 
-def test_torchruns_variables_give_the_rank_and_arguments_win_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_variables_give_the_rank_and_arguments_win_over_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "8")
 
@@ -43,7 +56,9 @@ def test_torchruns_variables_give_the_rank_and_arguments_win_over_them(monkeypat
     assert topology(1, 2, "mine") == Topology(1, 2, "mine")
 
 
-def test_ranks_of_a_slurm_step_share_an_attempt_that_a_restart_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_slurm_step_share_an_attempt_that_a_restart_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_PROCID", "0")
@@ -101,7 +116,9 @@ def test_a_launcher_that_does_not_say_enough_is_refused_with_what_to_do(
         (-1, 2, "takes no part"),
     ],
 )
-def test_a_rank_that_does_not_fit_its_world_is_refused(rank: int, world_size: int, message: str) -> None:
+def test_a_rank_that_does_not_fit_its_world_is_refused(
+    rank: int, world_size: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         topology(rank, world_size, "mine")
     with pytest.raises(ValueError, match="attempt is empty"):
@@ -111,7 +128,10 @@ def test_a_rank_that_does_not_fit_its_world_is_refused(rank: int, world_size: in
 def resolved(store: dist.Store, ranks: Collection[int], timeout_s: float = 20) -> dict[int, str]:
     """The attempts that ranks of a world of three get through a store, all at once."""
     with ThreadPoolExecutor(3) as pool:
-        asked = {rank: pool.submit(_shared, store, "run/train/of-3", rank, 3, timeout_s) for rank in ranks}
+        asked = {
+            rank: pool.submit(_shared, store, "run/train/of-3", rank, 3, timeout_s)
+            for rank in ranks
+        }
         return {rank: attempt.result() for rank, attempt in asked.items()}
 
 
@@ -129,7 +149,9 @@ def test_what_an_earlier_life_left_in_the_store_is_not_taken_for_the_attempt() -
 
 
 def test_ranks_that_are_waited_for_in_vain_are_named() -> None:
-    with pytest.raises(ValueError, match=r"rank 0 waited 0\.1 s for rank 1, 2 to make a dataset .*every rank"):
+    with pytest.raises(
+        ValueError, match=r"rank 0 waited 0\.1 s for rank 1, 2 to make a dataset .*every rank"
+    ):
         resolved(dist.HashStore(), (0,), timeout_s=0.1)
     with pytest.raises(ValueError, match=r"rank 2 waited 0\.1 s for rank 0 to make its dataset"):
         resolved(dist.HashStore(), (2,), timeout_s=0.1)
@@ -157,7 +179,8 @@ def test_the_ranks_of_a_process_group_share_an_attempt_for_each_dataset(tmp_path
     script, outputs = tmp_path / "rank.py", [tmp_path / "0.txt", tmp_path / "1.txt"]
     script.write_text(RANK_OF_A_GROUP, encoding="utf-8")
     ranks = [
-        trainer_forks().fork(script, [rank, tmp_path / "store"], output=output) for rank, output in enumerate(outputs)
+        trainer_forks().fork(script, [rank, tmp_path / "store"], output=output)
+        for rank, output in enumerate(outputs)
     ]
     statuses = [rank.wait() for rank in ranks]
     answers = [output.read_text(encoding="utf-8") for output in outputs]

@@ -65,14 +65,23 @@ class Story:
     def _read(self, name: str) -> str:
         """The digest of the first samples of a run."""
         connection = ConnectionOptions(token=self._token()["TOKENLOOM_TOKEN"])
-        with NumpyDataset(f"{self.address}/{name}", 4, rank=0, world_size=1, connection=connection) as dataset:
+        with NumpyDataset(
+            f"{self.address}/{name}", 4, rank=0, world_size=1, connection=connection
+        ) as dataset:
             assert len(list(islice(dataset, 50))) == 50
         return dataset.digest
 
     def _gateway(self) -> str:
         """This machine's address in the project's network."""
         network = f"{self.project.name}_default"
-        return run("docker", "network", "inspect", "--format", "{{(index .IPAM.Config 0).Gateway}}", network).strip()
+        return run(
+            "docker",
+            "network",
+            "inspect",
+            "--format",
+            "{{(index .IPAM.Config 0).Gateway}}",
+            network,
+        ).strip()
 
     def starts(self) -> str:
         """up --wait builds the image and serves the sample, to a known digest; without the token nobody is let in"""
@@ -94,7 +103,9 @@ class Story:
             slim,
         )
         run("docker", "build", "--quiet", *options, self.project.folder)
-        assert not (foreign := {*json.loads(self.project.python(LIST_COMMANDS))} - COMMANDS), foreign
+        assert not (foreign := {*json.loads(self.project.python(LIST_COMMANDS))} - COMMANDS), (
+            foreign
+        )
         sizes = [
             int(run("docker", "image", "inspect", "--format", "{{.Size}}", name)) / 1e6
             for name in (self.project.image, slim)
@@ -115,7 +126,10 @@ class Story:
         self.project.page("Change the mixture")
         path = self.project.folder / "examples/compose/mixture.yaml"
         text = path.read_text(encoding="utf-8")
-        path.write_text(text.replace("alias: fables", "max_tokens: 400000000\n      alias: fables"), encoding="utf-8")
+        path.write_text(
+            text.replace("alias: fables", "max_tokens: 400000000\n      alias: fables"),
+            encoding="utf-8",
+        )
         self.project.page("Change the mixture", 1)
         revisions = self.project.shell("tokenloom mixture show http://127.0.0.1:8080")
         assert "fewer-fables" in revisions, revisions
@@ -129,17 +143,25 @@ class Story:
     def upgrade(self) -> None:
         """up after a change of the source serves the new one, and Redis stays as it is"""
         before = self.project.container("redis")["Id"]
-        with (self.project.folder / "server/tokenloom_server/__init__.py").open("a", encoding="utf-8") as module:
+        with (self.project.folder / "server/tokenloom_server/__init__.py").open(
+            "a", encoding="utf-8"
+        ) as module:
             module.write("\nANOTHER = True\n")
         self.project.page("Upgrade")
-        self.project.compose("exec", "-T", "server", "python", "-c", "from tokenloom_server import ANOTHER")
+        self.project.compose(
+            "exec", "-T", "server", "python", "-c", "from tokenloom_server import ANOTHER"
+        )
         assert self.project.container("redis")["Id"] == before
 
     def cache(self) -> str:
         """text in an object store is served from the cache"""
         sample = ROOT / "examples/compose"
         remote = self.folder / "remote.yaml"
-        text = (sample / "mixture.yaml").read_text(encoding="utf-8").replace("run: sample", "run: remote")
+        text = (
+            (sample / "mixture.yaml")
+            .read_text(encoding="utf-8")
+            .replace("run: sample", "run: remote")
+        )
         remote.write_text(text.replace(":data/", f":s3://{BUCKET}/corpora/data/"), encoding="utf-8")
         self.project.instead["s3://bucket"] = f"s3://{BUCKET}"
         before = dict(self.project.environment)
@@ -160,7 +182,10 @@ class Story:
         """data that the server's user may not enter are said in a line; after the page's chmod a job trains"""
         data = self.corpus / "data"
         data.chmod(0o700)
-        self.project.environment |= {"TOKENLOOM_MIXTURE": str(self.mixture), "TOKENLOOM_DATA": str(data)}
+        self.project.environment |= {
+            "TOKENLOOM_MIXTURE": str(self.mixture),
+            "TOKENLOOM_DATA": str(data),
+        }
         self.project.refused(lambda: self.project.compose(*UP))
         log = self.project.compose("logs", "--no-log-prefix", "server")
         assert "/config/data" in log and "Traceback" not in log, log[-4000:]
@@ -169,7 +194,10 @@ class Story:
 
     def own_data(self) -> None:
         """own data are served to a job of two ranks"""
-        self.project.instead |= {"/path/mixture.yaml": str(self.mixture), "/path/data": str(self.corpus / "data")}
+        self.project.instead |= {
+            "/path/mixture.yaml": str(self.mixture),
+            "/path/data": str(self.corpus / "data"),
+        }
         self.project.page("Your own data")
         self.job.launch(self.address, self._token())
 
@@ -182,7 +210,9 @@ class Story:
             try:
                 self.project.compose("pause", service)
             except ComposeFailed as error:
-                if "unable to freeze" not in str(error):  # as cgroups of the first version are now and then
+                if "unable to freeze" not in str(
+                    error
+                ):  # as cgroups of the first version are now and then
                     raise
                 return False
             return True
@@ -200,12 +230,17 @@ class Story:
     def standby(self) -> str:
         """two trainers in containers on a network of their own; a standby takes over from a killed server, and back"""
         self.job.kill()
-        ports = {name: free_port() for name in ("TOKENLOOM_STANDBY_GRPC_PORT", "TOKENLOOM_STANDBY_REST_PORT")}
+        ports = {
+            name: free_port()
+            for name in ("TOKENLOOM_STANDBY_GRPC_PORT", "TOKENLOOM_STANDBY_REST_PORT")
+        }
         self.project.environment |= {name: str(port) for name, port in ports.items()}
         self.project.instead["127.0.0.1:8082"] = f"127.0.0.1:{ports['TOKENLOOM_STANDBY_REST_PORT']}"
         self.project.page("A standby")
         settings = self._token() | {"TOKENLOOM_PLAINTEXT_HOSTS": "server,standby"}
-        address = f"grpc://server:{self.project.grpc_port},standby:{ports['TOKENLOOM_STANDBY_GRPC_PORT']}"
+        address = (
+            f"grpc://server:{self.project.grpc_port},standby:{ports['TOKENLOOM_STANDBY_GRPC_PORT']}"
+        )
         self.job.launch(address, settings, f"{self.project.name}_trainers")
         took = []
         for first, second in (("server", "standby"), ("standby", "server")):
@@ -236,10 +271,14 @@ class Story:
     def recount(self) -> str:
         """the job ends in order; the ledger is checked, and every sample recounted"""
         index = self.job.finish()
-        self.project.shell("docker compose down\nunset COMPOSE_FILE\ndocker compose up --detach --wait")
+        self.project.shell(
+            "docker compose down\nunset COMPOSE_FILE\ndocker compose up --detach --wait"
+        )
         self.project.compose("run", "--rm", "--no-deps", "server", *CHECK_LEDGER)
         stats = json.loads(self.project.shell("tokenloom stats http://127.0.0.1:8080 --json"))
-        reference(self.job.folder, self.mixture, max(launch.reach() for launch in self.job.launches))
+        reference(
+            self.job.folder, self.mixture, max(launch.reach() for launch in self.job.launches)
+        )
         found = check(self.job.folder, None)
         found.raise_if_wrong()
         assert stats["sample_index"] == index, f"{stats}; expected sample {index}"
@@ -263,10 +302,20 @@ FAULTS: dict[str, Callable[[Story], object]] = {
 
 def steps(story: Story, short: bool) -> list[tuple[str, Callable[[], object]]]:
     """Each with what the progress says of it."""
-    sample = [story.image, story.mixture_changes, story.backup, story.upgrade, story.cache, story.wrong_rights]
+    sample = [
+        story.image,
+        story.mixture_changes,
+        story.backup,
+        story.upgrade,
+        story.cache,
+        story.wrong_rights,
+    ]
     first = [story.starts, story.ledger_is_closed, *([story.own_data] if short else sample)]
     last = [*([] if short else [story.standby, story.elsewhere]), story.recount]
-    faults = [(name, lambda strike=strike: (strike(story), story.job.recover())[1]) for name, strike in FAULTS.items()]
+    faults = [
+        (name, lambda strike=strike: (strike(story), story.job.recover())[1])
+        for name, strike in FAULTS.items()
+    ]
     begin, end = [[(str(step.__doc__), step) for step in part] for part in (first, last)]
     return [*begin, *(fault for fault in faults if not short or "kill" in fault[0]), *end]
 
@@ -279,14 +328,19 @@ def main() -> None:
     bases = run(ROOT / ".ci/bases", folder=ROOT)
     print(bases, end="", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="tokenloom-compose-"))
-    project = Project(folder, f"tokenloom-test-{secrets.token_hex(3)}", stand_ins="stand-in" in bases)
+    project = Project(
+        folder, f"tokenloom-test-{secrets.token_hex(3)}", stand_ins="stand-in" in bases
+    )
     story = Story(folder, project)
     try:
         for name, step in steps(story, short):
             step_began = time.monotonic()
             print(f"{name} ... ", end="", flush=True)
             result = step()
-            print(f"ok, {time.monotonic() - step_began:.0f} s{f': {result}' if result else ''}", flush=True)
+            print(
+                f"ok, {time.monotonic() - step_began:.0f} s{f': {result}' if result else ''}",
+                flush=True,
+            )
     except BaseException:
         print(f"FAILED\n{project.logs()}\n{story.job.tell()}\nfiles: {folder}", flush=True)
         raise

@@ -42,12 +42,30 @@ class Job:
         attempt = f"{len(self.launches):04d}"
         folder = self.folder / "attempts" / attempt
         folder.mkdir(parents=True)
-        plan = {"attempt": attempt, "world_size": WORLD_SIZE, "batch_size": BATCH_SIZE, "start": start}
+        plan = {
+            "attempt": attempt,
+            "world_size": WORLD_SIZE,
+            "batch_size": BATCH_SIZE,
+            "start": start,
+        }
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-        launch = Launch(folder, attempt, WORLD_SIZE, BATCH_SIZE, start, [], 3, states[start], skips=[], changes=0)
+        launch = Launch(
+            folder,
+            attempt,
+            WORLD_SIZE,
+            BATCH_SIZE,
+            start,
+            [],
+            3,
+            states[start],
+            skips=[],
+            changes=0,
+        )
         self.launches.append(launch)
         environment = {**settings, "PYTHONPATH": "/tests" if network else str(ROOT / "tests")}
-        program = self._in_a_container(folder, environment, network) if network else [sys.executable]
+        program = (
+            self._in_a_container(folder, environment, network) if network else [sys.executable]
+        )
         self._ranks = []
         for rank in range(WORLD_SIZE):
             each = RankPlan(
@@ -66,15 +84,31 @@ class Job:
             )
             with (folder / f"rank-{rank}.log").open("wb") as log:
                 command = [*program, *TRAIN, json.dumps(asdict(each))]
-                process = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
+                process = subprocess.Popen(
+                    command, env=os.environ | environment, stdout=log, stderr=log
+                )
             self._ranks.append(process)
         self.recover()
 
-    def _in_a_container(self, folder: Path, environment: Mapping[str, str], network: str) -> list[str]:
+    def _in_a_container(
+        self, folder: Path, environment: Mapping[str, str], network: str
+    ) -> list[str]:
         """The Python of the image, whose client this suite's trainer uses there."""
         return [
-            *("docker", "run", "--rm", "--network", network, "--label", f"compose-test={self._project.name}"),
-            *("--user", f"{os.getuid()}:{os.getgid()}", *(part for name in environment for part in ("--env", name))),
+            *(
+                "docker",
+                "run",
+                "--rm",
+                "--network",
+                network,
+                "--label",
+                f"compose-test={self._project.name}",
+            ),
+            *(
+                "--user",
+                f"{os.getuid()}:{os.getgid()}",
+                *(part for name in environment for part in ("--env", name)),
+            ),
             *("--volume", f"{ROOT / 'tests'}:/tests:ro", "--volume", f"{folder}:/attempt"),
             *("--entrypoint", "python", self._project.image),
         ]
@@ -114,4 +148,7 @@ class Job:
 
     def tell(self) -> str:
         """How the last launch stands, for a failure's message."""
-        return "\n".join(f"{each.steps()} {each.log(0)[-1500:]} {each.log(1)[-1500:]}" for each in self.launches[-1:])
+        return "\n".join(
+            f"{each.steps()} {each.log(0)[-1500:]} {each.log(1)[-1500:]}"
+            for each in self.launches[-1:]
+        )

@@ -23,7 +23,9 @@ class ComposeFailed(AssertionError):
     """A command failed, or did what it should not."""
 
 
-def run(*command: object, environment: Mapping[str, str] | None = None, folder: Path | None = None) -> str:
+def run(
+    *command: object, environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> str:
     """A command's output, both streams. Raises ``ComposeFailed`` with it where it fails."""
     done = subprocess.run(
         [str(part) for part in command],
@@ -36,7 +38,9 @@ def run(*command: object, environment: Mapping[str, str] | None = None, folder: 
         timeout=COMMAND_S,
     )
     if done.returncode:
-        raise ComposeFailed(f"{' '.join(map(str, command))[:500]}: status {done.returncode}\n{done.stdout[-4000:]}")
+        raise ComposeFailed(
+            f"{' '.join(map(str, command))[:500]}: status {done.returncode}\n{done.stdout[-4000:]}"
+        )
     return done.stdout
 
 
@@ -53,7 +57,9 @@ class Project:
             "tokenloom_": f"{name}_",
             "sudo ": "" if os.getuid() == 0 else "sudo ",
         }
-        self.environment = {key: value for key, value in os.environ.items() if not key.startswith("TOKENLOOM_")}
+        self.environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("TOKENLOOM_")
+        }
         self.environment |= {
             "PATH": f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "COMPOSE_PROJECT_NAME": name,
@@ -64,13 +70,21 @@ class Project:
             "TOKENLOOM_REST_PORT": str(self.rest_port),
         }
         places = ("client", "server", "proto", "requirements", "examples/compose", ":(glob)*")
-        listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *places, folder=ROOT)
+        listed = run(
+            "git", "ls-files", "--cached", "--others", "--exclude-standard", *places, folder=ROOT
+        )
         for path in listed.splitlines():
             (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, self.folder / path)
         for path in ("Dockerfile", "docker-compose.yml"):
-            text = (self.folder / path).read_text(encoding="utf-8").replace("tokenloom:local", self.image)
-            text = text.replace("context: .", f"context: .\n      labels: [compose-test-image={name}]")
+            text = (
+                (self.folder / path)
+                .read_text(encoding="utf-8")
+                .replace("tokenloom:local", self.image)
+            )
+            text = text.replace(
+                "context: .", f"context: .\n      labels: [compose-test-image={name}]"
+            )
             # A stand-in has the name of a base, and not its digest.
             text = re.sub(r"@sha256:\w+", "", text) if stand_ins else text
             (self.folder / path).write_text(text, encoding="utf-8")
@@ -85,27 +99,47 @@ class Project:
             environment=self.environment,
             folder=self.folder,
         )
-        self.environment = dict(line.split("=", 1) for line in left.read_text("utf-8").split("\0") if line)
+        self.environment = dict(
+            line.split("=", 1) for line in left.read_text("utf-8").split("\0") if line
+        )
         return output
 
     def page(self, heading: str, number: int = 0) -> str:
         """Runs one of the blocks below a heading of the page, as it stands there."""
         text = PAGES[PAGE]
         begin = text[: text.index(f"\n## {heading}\n")].count("\n") + 1
-        below = [block for block in blocks(text) if block.line > begin and block.mark.startswith("run by make")]
+        below = [
+            block
+            for block in blocks(text)
+            if block.line > begin and block.mark.startswith("run by make")
+        ]
         return self.shell("\n".join(below[number].lines))
 
     def compose(self, *arguments: object) -> str:
-        return run("docker", "compose", *arguments, environment=self.environment, folder=self.folder)
+        return run(
+            "docker", "compose", *arguments, environment=self.environment, folder=self.folder
+        )
 
     def container(self, service: str) -> dict[str, Any]:
         """What Docker says of a service's container."""
-        found: list[dict[str, Any]] = json.loads(run("docker", "inspect", self.compose("ps", "-aq", service).strip()))
+        found: list[dict[str, Any]] = json.loads(
+            run("docker", "inspect", self.compose("ps", "-aq", service).strip())
+        )
         return found[0]
 
     def python(self, code: str, *options: str, user: str = "0") -> str:
         """Runs Python in a container of the image that has nothing of the project but ``options``."""
-        command = ["docker", "run", "--rm", "--user", user, *options, "--entrypoint", "python", self.image]
+        command = [
+            "docker",
+            "run",
+            "--rm",
+            "--user",
+            user,
+            *options,
+            "--entrypoint",
+            "python",
+            self.image,
+        ]
         return run(*command, "-c", code)
 
     def kill(self, service: str) -> None:

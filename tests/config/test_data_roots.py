@@ -42,10 +42,16 @@ def test_a_corpus_below_a_root_is_read_as_without_one(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     config = parsed(mixture())
     roots = DataRoots.of([tmp_path / "data"])
-    free, bound = builder.create(config, tmp_path, None), builder.create(config, tmp_path, None, roots)
+    free, bound = (
+        builder.create(config, tmp_path, None),
+        builder.create(config, tmp_path, None, roots),
+    )
 
     assert free.record.to_json() == bound.record.to_json()
-    assert builder.load(config, tmp_path, None, free.record.to_json(), roots).record.to_json() == free.record.to_json()
+    assert (
+        builder.load(config, tmp_path, None, free.record.to_json(), roots).record.to_json()
+        == free.record.to_json()
+    )
 
 
 #: Links in the root and where they lead, and the spec that leads out.
@@ -71,14 +77,18 @@ def test_no_way_leads_out_of_a_root(root: Path, way: str) -> None:
     spec = spec.format(parent=root.parent)
     for name, target in links.items():
         (root / name).symlink_to(target)
-    with pytest.raises(ConfigError, match=f"lies below no data root; expected it below {root}: ") as caught:
+    with pytest.raises(
+        ConfigError, match=f"lies below no data root; expected it below {root}: "
+    ) as caught:
         create(root, spec)
 
     assert spec.split(":")[1].partition("*")[0].rstrip("/") in str(caught.value)
     assert SECRET not in str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["/proc/self/fd/0", "../outside/secret.txt", "sub/*/../../../outside/s*.txt"])
+@pytest.mark.parametrize(
+    "place", ["/proc/self/fd/0", "../outside/secret.txt", "sub/*/../../../outside/s*.txt"]
+)
 def test_what_lies_outside_is_refused_as_it_was_written_and_never_looked_at(
     root: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,14 +96,18 @@ def test_what_lies_outside_is_refused_as_it_was_written_and_never_looked_at(
     for name in ("stat", "lstat", "readlink", "scandir", "open"):
         look = getattr(os, name)
         monkeypatch.setattr(
-            os, name, lambda path, *a, _l=look, **k: (looked_at.append(str(path)), _l(path, *a, **k))[1]
+            os,
+            name,
+            lambda path, *a, _l=look, **k: (looked_at.append(str(path)), _l(path, *a, **k))[1],
         )
     with pytest.raises(ConfigError) as caught:
         create(root, f"txt:{place}:text")
 
     assert re.findall(r"'([^']*)'", str(caught.value)) == [place]
     assert looked_at
-    assert not [path for path in looked_at if "/outside" in path or path.startswith("/proc/self/fd")]
+    assert not [
+        path for path in looked_at if "/outside" in path or path.startswith("/proc/self/fd")
+    ]
 
 
 def test_nothing_outside_is_listed_in_an_error(root: Path) -> None:
@@ -103,7 +117,9 @@ def test_nothing_outside_is_listed_in_an_error(root: Path) -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["../outside/tokenizer.json", "../outside", "tok", "tok/tokenizer.json", "configured"])
+@pytest.mark.parametrize(
+    "name", ["../outside/tokenizer.json", "../outside", "tok", "tok/tokenizer.json", "configured"]
+)
 def test_a_tokeniser_lies_below_a_root_too(root: Path, name: str) -> None:
     outside = root.parent / "outside"
     (root / "tok").mkdir()
@@ -122,7 +138,9 @@ def test_a_run_that_began_without_roots_is_held_to_them_afterwards(root: Path) -
     config = parsed(flat(["txt:*.txt:text"]))
     record = builder.create(config, root, None).record.to_json()
 
-    with pytest.raises(ConfigError, match=r"source 'txt:\*\.txt:text': 'linked\.txt' lies below no data"):
+    with pytest.raises(
+        ConfigError, match=r"source 'txt:\*\.txt:text': 'linked\.txt' lies below no data"
+    ):
         builder.load(config, root, None, record, DataRoots.of([root]))
 
 
@@ -140,7 +158,9 @@ def test_several_roots_and_links_between_them_are_fine(root: Path) -> None:
 def test_a_root_that_is_a_link_stands_for_its_folder(root: Path) -> None:
     (root.parent / "link").symlink_to(root)
 
-    builder.create(parsed(flat(["txt:inside.txt:text"])), root, None, DataRoots.of([root.parent / "link"]))
+    builder.create(
+        parsed(flat(["txt:inside.txt:text"])), root, None, DataRoots.of([root.parent / "link"])
+    )
 
 
 def test_a_root_that_is_not_there_is_refused(root: Path) -> None:

@@ -8,7 +8,15 @@ import pytest
 from pydantic import ValidationError
 from support.catalog import CATALOG
 from support.corpora import mixture
-from support.hostile import PLAIN_TEXTS, TEXTS, cards, is_shown_as_it_is, mixtures, outcome_of, tokenizers
+from support.hostile import (
+    PLAIN_TEXTS,
+    TEXTS,
+    cards,
+    is_shown_as_it_is,
+    mixtures,
+    outcome_of,
+    tokenizers,
+)
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import ConfigError
@@ -28,7 +36,9 @@ def test_names_that_a_terminal_would_obey_are_refused_by_field(text: str) -> Non
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_revision_has_an_author_and_a_reason_on_one_line(text: str) -> None:
     for field in ("author", "reason"):
-        with pytest.raises(ValidationError, match="expected UTF-8 text on one line, without control characters"):
+        with pytest.raises(
+            ValidationError, match="expected UTF-8 text on one line, without control characters"
+        ):
             MixtureChange.model_validate({"reason": "why", field: text})
 
 
@@ -50,14 +60,24 @@ READ_TOKENIZER = """from tokenloom_server.tokenizer.definition import find_token
 @pytest.mark.parametrize(
     ("call", "inputs", "begin", "says"),
     [
-        (READ_MIXTURE, mixtures(), "/", {"bomb: aliases of aliases": "line 6: more than 200,000 values"}),
+        (
+            READ_MIXTURE,
+            mixtures(),
+            "/",
+            {"bomb: aliases of aliases": "line 6: more than 200,000 values"},
+        ),
         (
             "checked_card(path.read_text(), 'README.md')",
             cards(),
             "its README.md",
             {"lists in lists": "nested deeper than 100 levels"},
         ),
-        (READ_TOKENIZER, tokenizers(), "tokenizer '", {"BPE with the id 4294967295": "expected at most 4194303"}),
+        (
+            READ_TOKENIZER,
+            tokenizers(),
+            "tokenizer '",
+            {"BPE with the id 4294967295": "expected at most 4194303"},
+        ),
     ],
     ids=["mixtures", "cards", "tokenizers"],
 )

@@ -24,7 +24,9 @@ VALIDATOR = Draft202012Validator(SCHEMA)
 #: Texts that stand alone in no field, and a thing of each type.
 WRONG: tuple[Any, ...] = ({"no": "such"}, [None], [["a"]], True, -1, 1.5, "no such", 2**80)
 #: What is wrong with a value by itself, as pydantic calls it.
-BY_ITSELF = re.compile(r"valid |Input should be|unknown key|at least|at most|expected text of|^expected one of")
+BY_ITSELF = re.compile(
+    r"valid |Input should be|unknown key|at least|at most|expected text of|^expected one of"
+)
 MIXTURE: dict[str, Any] = {
     "run": "a",
     "tokenizer": "bytes",
@@ -51,7 +53,11 @@ def test_it_is_a_schema_and_the_command_prints_it() -> None:
 
 def test_every_mixture_file_of_docs_and_examples_validates() -> None:
     pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
-    shown = [text for page in pages for text in re.findall(r"^```yaml\n(run:.*?)^```", page.read_text(), re.S | re.M)]
+    shown = [
+        text
+        for page in pages
+        for text in re.findall(r"^```yaml\n(run:.*?)^```", page.read_text(), re.S | re.M)
+    ]
     files = [path.read_text() for path in ROOT.glob("examples/*/mixture.yaml")]
     assert len(shown) > 3
     assert len(files) > 1
@@ -65,10 +71,30 @@ def test_every_mixture_file_of_docs_and_examples_validates() -> None:
     [
         {"streams": {"validation": None}},
         {"max_bad_rows": "1e9"},
-        {"mixture": {"policy": "schedule", "children": [{"source": "txt:b:text", "weight": [[0, 1], ["2e9", 0.1]]}]}},
-        {"mixture": {"policy": "weighted", "children": [{"source": "txt:b:text", "epochs": "inf"}]}},
-        {"mixture": {"policy": "weighted", "children": [{"source": "txt:b:text", "epochs": math.inf}]}},
-        {"mixture": {"policy": "weighted", "children": [{"source": "jsonl:b:text", "filter": "score > 0.5"}]}},
+        {
+            "mixture": {
+                "policy": "schedule",
+                "children": [{"source": "txt:b:text", "weight": [[0, 1], ["2e9", 0.1]]}],
+            }
+        },
+        {
+            "mixture": {
+                "policy": "weighted",
+                "children": [{"source": "txt:b:text", "epochs": "inf"}],
+            }
+        },
+        {
+            "mixture": {
+                "policy": "weighted",
+                "children": [{"source": "txt:b:text", "epochs": math.inf}],
+            }
+        },
+        {
+            "mixture": {
+                "policy": "weighted",
+                "children": [{"source": "jsonl:b:text", "filter": "score > 0.5"}],
+            }
+        },
     ],
     ids=["empty-stream", "exponent", "points", "inf", ".inf", "one-filter"],
 )
@@ -93,7 +119,11 @@ def test_every_value_of_a_wrong_type_is_flagged_and_nothing_that_is_valid(model:
         for value in WRONG:
             document = copy.deepcopy(MIXTURE)
             root = document["mixture"]
-            place = {"": document, "NodeConfig": root["children"][1], "SourceConfig": root["children"][0]}.get(model)
+            place = {
+                "": document,
+                "NodeConfig": root["children"][1],
+                "SourceConfig": root["children"][0],
+            }.get(model)
             if place is None:
                 place = document.setdefault("phases", [{"until_tokens": 100}])[0]
             place[field] = value

@@ -88,11 +88,20 @@ BAD = [
     ("mixture.children.2.children.1.wait", 2, "unknown key"),
     ("mixture.strategy", "weighted", "unknown key"),
     ("mixture.childern", [{"source": "parquet:a:b"}] * 99, "parquet:a:b'}…)"),
-    *[("mixture.children.0.weight", zero, "take the child out of the file, or pause it") for zero in (0, 0.0)],
+    *[
+        ("mixture.children.0.weight", zero, "take the child out of the file, or pause it")
+        for zero in (0, 0.0)
+    ],
     *[("mixture.children.0.weight", bad, "") for bad in (-1, math.nan, math.inf, -math.inf)],
-    *[("mixture.children.0.weight", bad, "") for bad in (True, False, None, "two", "nan", [1], "inf")],
+    *[
+        ("mixture.children.0.weight", bad, "")
+        for bad in (True, False, None, "two", "nan", [1], "inf")
+    ],
     *[("mixture.children.2.weight", bad, "") for bad in (0, -1, math.nan, math.inf, True)],
-    *[("mixture.children.1.epochs", bad, "") for bad in (0, -1, math.nan, -math.inf, True, False, None, "nan", "all")],
+    *[
+        ("mixture.children.1.epochs", bad, "")
+        for bad in (0, -1, math.nan, -math.inf, True, False, None, "nan", "all")
+    ],
     *[("sequence_length", bad, repr(bad)) for bad in (1, 0, -8, 2**25, 8.0, "8", True, None)],
     *[("seed", bad, "") for bad in (-1, 2**63, 1.0, "7", True)],
     *[("run", bad, "") for bad in ("", ".hidden", "a/b", "a b", "a" * 129, "ü", "a\n", 7, None)],
@@ -103,7 +112,11 @@ BAD = [
     ("mixture.children.0.source", "parquet:x:", "no part empty"),
     ("mixture.children.0.source", "txt:a.txt:body", "'body' was asked for"),
     ("mixture.children.0.source", "hf:org/name:train", "the split or the column is missing"),
-    ("mixture.children.0.source", "hf:org/name:train[:10%]:text", "expected a whole split such as 'train'"),
+    (
+        "mixture.children.0.source",
+        "hf:org/name:train[:10%]:text",
+        "expected a whole split such as 'train'",
+    ),
     ("mixture.children.0.source", "hf:org/name@:train:text", "the revision is ''"),
     ("mixture.children.0.source", "hf:org/name@../x:train:text", "the revision is '../x'"),
     ("mixture.children.0.source", "hf:org//x:train:text", "the repository is 'org/'"),
@@ -129,11 +142,19 @@ BAD = [
     ("pack_window_rows", 16, "it is for packing: best_fit; leave it out"),
     ("pack_window_rows", 0, ""),
     ("pack_window_tokens", 2**13, "it is for packing: best_fit; leave it out"),
-    ("padding", "left", "it is for samples that are padded (packing: best_fit or none, or tail: pad); leave it out"),
+    (
+        "padding",
+        "left",
+        "it is for samples that are padded (packing: best_fit or none, or tail: pad); leave it out",
+    ),
     ("pad_id", 3, "it is for samples that are padded"),
     ("pad_id", -1, ""),
     ("mask_boundaries", 1, ""),
-    ("mixture.children.0.loss_mask", "mask", "mixture.children.0.loss_mask: is for packing: none or best_fit"),
+    (
+        "mixture.children.0.loss_mask",
+        "mask",
+        "mixture.children.0.loss_mask: is for packing: none or best_fit",
+    ),
     ("mixture.children.0.loss_mask", "", ""),
     ("last_micro_step", "keep", "'drop' or 'pad'"),
     ("add_eot", "never", ""),
@@ -152,11 +173,22 @@ BAD = [
     ),
     ("mixture.children.0.shuffle", "blocks", "'none', 'shards' or 'rows'"),
     ("mixture.children.0.shuffle", True, "'none', 'shards' or 'rows'"),
-    ("mixture.children", [{"source": CODE, "shuffle_window_rows": 100}], "found 100, but shuffle is 'none'"),
-    *[("mixture.children.0.shuffle_window_rows", bad, "") for bad in (0, 1, 2**25, 1.5, "many", None, True)],
+    (
+        "mixture.children",
+        [{"source": CODE, "shuffle_window_rows": 100}],
+        "found 100, but shuffle is 'none'",
+    ),
+    *[
+        ("mixture.children.0.shuffle_window_rows", bad, "")
+        for bad in (0, 1, 2**25, 1.5, "many", None, True)
+    ],
     *[("mixture.children.0.lanes", bad, "") for bad in (0, 65, 1.5, "many", None, True)],
     *[("mixture.children.0.holdout", bad, "") for bad in (0, 1, -0.1, 1.5, "many", True)],
-    ("streams", {"validation": {}}, "validation: has no mixture, and no source holds rows out for it"),
+    (
+        "streams",
+        {"validation": {}},
+        "validation: has no mixture, and no source holds rows out for it",
+    ),
     (
         "streams",
         {"a/b": {"mixture": {"policy": "weighted", "children": [{"source": CODE}]}}},
@@ -166,14 +198,23 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if policies()[name].takes == "nothing"])
+@pytest.mark.parametrize(
+    "policy", [name for name in POLICIES if policies()[name].takes == "nothing"]
+)
 def test_a_weight_under_a_policy_that_knows_none_is_refused(policy: str) -> None:
-    with pytest.raises(ConfigError, match=f"mixture: children.0.weight: found 2, but the policy '{policy}' knows no"):
+    with pytest.raises(
+        ConfigError,
+        match=f"mixture: children.0.weight: found 2, but the policy '{policy}' knows no",
+    ):
         parsed(changed(put("mixture.policy", policy)))
 
 
-@pytest.mark.parametrize(("path", "value", "says"), BAD, ids=[f"{path}={value!r:.24}" for path, value, _ in BAD])
-def test_a_bad_value_is_refused_with_the_path_of_its_field(path: str, value: Any, says: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "value", "says"), BAD, ids=[f"{path}={value!r:.24}" for path, value, _ in BAD]
+)
+def test_a_bad_value_is_refused_with_the_path_of_its_field(
+    path: str, value: Any, says: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parsed(changed(put(path, value)))
     lines = str(caught.value).splitlines()
@@ -182,11 +223,17 @@ def test_a_bad_value_is_refused_with_the_path_of_its_field(path: str, value: Any
     assert says in lines[0]
 
 
-FILTER, TEMPLATE, FIM_FIELD = (f"mixture.children.0.{field}" for field in ("filter", "template", "fim"))
+FILTER, TEMPLATE, FIM_FIELD = (
+    f"mixture.children.0.{field}" for field in ("filter", "template", "fim")
+)
 BAD_RULES = [
     (FILTER, "score", "'score' is no comparison; expected COLUMN OPERATOR VALUE"),
     (FILTER, ">= 3", "'>= 3' is no comparison"),
-    (FILTER, "score >= ", "'' is no value; expected a number, true, false, a text in double quotes"),
+    (
+        FILTER,
+        "score >= ",
+        "'' is no value; expected a number, true, false, a text in double quotes",
+    ),
     (FILTER, "lang == en", "'en' is no value"),
     (FILTER, "score == null", "null cannot be compared with"),
     (FILTER, "score == NaN", "'NaN' is no value"),
@@ -207,13 +254,21 @@ BAD_RULES = [
     (TEMPLATE, "ids}", "the brace at character 4 of 'ids}' ends no {column}; write }}"),
     (TEMPLATE, "{{ids}}", "names no column"),
     (FIM_FIELD, {"rate": 0.5}, "fim.ids: is missing"),
-    (FIM_FIELD, {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 1}}, "expected three different ids"),
+    (
+        FIM_FIELD,
+        {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 1}},
+        "expected three different ids",
+    ),
     (FIM_FIELD, {"rate": 0, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}, "fim.rate"),
     (FIM_FIELD, {"rate": 1.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}, "fim.rate"),
     ("mixture.children.0.max_bad_rows", 3, "max_bad_rows: is for on_bad_row: skip"),
     ("mixture.children.0.on_bad_row", "ignore", "found 'ignore'"),
     ("mixture.children.0.on_blank_line", "ignore", "found 'ignore'"),
-    ("mixture.children.0.on_blank_line", "fail", "on_blank_line: is for JSON lines; leave it out of a parquet source"),
+    (
+        "mixture.children.0.on_blank_line",
+        "fail",
+        "on_blank_line: is for JSON lines; leave it out of a parquet source",
+    ),
 ]
 
 
@@ -226,7 +281,9 @@ def test_a_bad_rule_for_rows_is_refused_with_its_place(path: str, value: Any, sa
     assert field in str(caught.value)
 
 
-@pytest.mark.parametrize("path", ["run", "sequence_length", "mixture", "mixture.policy", "mixture.children.0.source"])
+@pytest.mark.parametrize(
+    "path", ["run", "sequence_length", "mixture", "mixture.policy", "mixture.children.0.source"]
+)
 def test_a_missing_field_is_named(path: str) -> None:
     document = mixture()
     section, field = parent_of(document, path)
@@ -238,7 +295,11 @@ def test_a_missing_field_is_named(path: str) -> None:
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parsed(changed(lambda d: d.update(run="", seed=-1, colour="red")))
-    assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == ["run", "seed", "colour"]
+    assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == [
+        "run",
+        "seed",
+        "colour",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +307,10 @@ def test_all_faults_are_told_at_once() -> None:
     [
         ({"vocab_size": 100}, "tokenizer"),
         ({"end_of_text_id": 5}, "tokenizer"),
-        ({"vocab_size": 100, "end_of_text_id": 100}, "end_of_text_id: 100 is not below vocab_size 100"),
+        (
+            {"vocab_size": 100, "end_of_text_id": 100},
+            "end_of_text_id: 100 is not below vocab_size 100",
+        ),
         (
             {"vocab_size": 100, "end_of_text_id": 1, "begin_of_text_id": 100},
             "begin_of_text_id: 100 is not below vocab_size 100",
@@ -260,7 +324,12 @@ def test_without_a_tokenizer_vocabulary_and_end_of_text_are_needed_and_must_agre
     del document["tokenizer"]
     with pytest.raises(ConfigError, match=f"mixture.yaml: {says}"):
         parsed(document)
-    assert parsed(document | {"vocab_size": 300, "end_of_text_id": 256, "begin_of_text_id": 257}).tokenizer is None
+    assert (
+        parsed(
+            document | {"vocab_size": 300, "end_of_text_id": 256, "begin_of_text_id": 257}
+        ).tokenizer
+        is None
+    )
 
 
 def test_a_mixture_that_contains_itself_is_refused() -> None:
@@ -276,11 +345,20 @@ def test_a_mixture_that_contains_itself_is_refused() -> None:
         ("", "expected a mapping with run, mixture, …, found NoneType"),
         ("- 1\n", "found list"),
         ("run: [", "is not YAML"),
-        ('run: [b in ["c"]]', "is not YAML: while parsing a flow sequence\n  at line 1, column 6\n"),
+        (
+            'run: [b in ["c"]]',
+            "is not YAML: while parsing a flow sequence\n  at line 1, column 6\n",
+        ),
         ("run: \x00", "is not YAML"),
         (MINIMAL + "run: other\n", "the key 'run' stands twice"),
-        (MINIMAL.replace("epochs: .inf", "weight: 1\n      weight: 2"), "the key 'weight' stands twice"),
-        (MINIMAL.replace(".inf", ".nan"), "mixture.children.1.epochs: epochs is a number above 0 or .inf"),
+        (
+            MINIMAL.replace("epochs: .inf", "weight: 1\n      weight: 2"),
+            "the key 'weight' stands twice",
+        ),
+        (
+            MINIMAL.replace(".inf", ".nan"),
+            "mixture.children.1.epochs: epochs is a number above 0 or .inf",
+        ),
         (MINIMAL.replace("epochs: .inf", "weight: yes"), "mixture.children.1.weight: "),
         (MINIMAL.replace("epochs: .inf", "weight: .inf"), "mixture.children.1.weight: "),
         (MINIMAL.replace("run: wiki", "run: 2024-01-01"), "run: "),
@@ -350,7 +428,10 @@ def test_a_schedule_without_any_weight_somewhere_is_refused() -> None:
 @pytest.mark.parametrize("policy", [name for name in POLICIES if policies()[name].estimates])
 def test_what_has_no_end_is_refused_where_its_end_decides(policy: str) -> None:
     endless = node("weighted", {}, epochs=math.inf)
-    with pytest.raises(ConfigError, match=rf"children\.1\.children\.0\.epochs: found \.inf, but the policy '{policy}'"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"children\.1\.children\.0\.epochs: found \.inf, but the policy '{policy}'",
+    ):
         config_of(policy, {}, endless)
     config_of(policy, {}, endless | {"max_tokens": 100})
     # A limit above the policy ends it, but tells nothing about what its children have left.
@@ -385,21 +466,34 @@ SAME_ORDER: dict[str, Change] = {
     "the window": put("window_micro_steps", 9),
     "what becomes of the last step": put("last_micro_step", "pad"),
     "which labels count": put("mask_boundaries", True),
-    "the tokeniser's path (its content is digested elsewhere)": put("tokenizer", "./elsewhere/tokenizer.json"),
+    "the tokeniser's path (its content is digested elsewhere)": put(
+        "tokenizer", "./elsewhere/tokenizer.json"
+    ),
     "the root's weight, which has no siblings": put("mixture.weight", 3),
     "what becomes of bad rows": lambda d: d.update(on_bad_row="skip", max_bad_rows=3),
     "what becomes of a source's bad rows": put("mixture.children.0.on_bad_row", "skip"),
     "what is evaluated on": put("streams", valid({"source": CODE})),
     "an override that says what the run says": put("mixture.children.0.add_bos", False),
-    "an override of the end of text that says what the run says": put("mixture.children.0.add_eot", True),
+    "an override of the end of text that says what the run says": put(
+        "mixture.children.0.add_eot", True
+    ),
 }
 #: Fields of which this server alone writes the value.
 SERVERS_OWN = {"id", "presence"}
-for prefix, section in (("", RunConfig), ("mixture.", NodeConfig), ("mixture.children.0.", SourceConfig)):
+for prefix, section in (
+    ("", RunConfig),
+    ("mixture.", NodeConfig),
+    ("mixture.children.0.", SourceConfig),
+):
     for name, field in section.model_fields.items():
-        if not field.is_required() and name not in {*parent_of(mixture(), f"{prefix}x")[0], *SERVERS_OWN}:
+        if not field.is_required() and name not in {
+            *parent_of(mixture(), f"{prefix}x")[0],
+            *SERVERS_OWN,
+        }:
             default = field.get_default(call_default_factory=True)
-            SAME_ORDER[f"the default of {prefix}{name} written out"] = put(f"{prefix}{name}", default)
+            SAME_ORDER[f"the default of {prefix}{name} written out"] = put(
+                f"{prefix}{name}", default
+            )
 
 OTHER_ORDER: dict[str, Change] = {
     "seed": put("seed", 8),
@@ -433,7 +527,9 @@ OTHER_ORDER: dict[str, Change] = {
     "fim": put("mixture.children.0.fim", FIM),
     "fim at another rate": put("mixture.children.0.fim", FIM | {"rate": 0.6}),
     "fim in another order": put("mixture.children.0.fim", FIM | {"spm_rate": 0.5}),
-    "fim with other ids": put("mixture.children.0.fim", FIM | {"ids": {"prefix": 1, "middle": 3, "suffix": 2}}),
+    "fim with other ids": put(
+        "mixture.children.0.fim", FIM | {"ids": {"prefix": 1, "middle": 3, "suffix": 2}}
+    ),
     "a holdout": put("mixture.children.0.holdout", 0.001),
     "another holdout": put("mixture.children.0.holdout", 0.002),
     "a weight": put("mixture.children.0.weight", 2.5),
@@ -445,14 +541,18 @@ OTHER_ORDER: dict[str, Change] = {
     "a policy": put("mixture.policy", "weighted"),
     "on_exhausted": put("mixture.on_exhausted", "stop"),
     "a source's on_exhausted": put("mixture.children.0.on_exhausted", "stop"),
-    "a source's on_exhausted that its node has, too": put("mixture.children.0.on_exhausted", "drop"),
+    "a source's on_exhausted that its node has, too": put(
+        "mixture.children.0.on_exhausted", "drop"
+    ),
     "a source's max_tokens": put("mixture.children.0.max_tokens", 800),
     "a node's max_tokens": put("mixture.children.2.max_tokens", 800),
     "the root's max_tokens": put("mixture.max_tokens", 800),
     "a source's files shuffled": put("mixture.children.0.shuffle", "shards"),
     "a source's rows shuffled": put("mixture.children.0.shuffle", "rows"),
     "a source's lanes": put("mixture.children.0.lanes", 2),
-    "a source's window": lambda d: d["mixture"]["children"][0].update(shuffle="rows", shuffle_window_rows=100),
+    "a source's window": lambda d: d["mixture"]["children"][0].update(
+        shuffle="rows", shuffle_window_rows=100
+    ),
     "a node's epochs": put("mixture.children.2.epochs", 2),
     "the root's epochs": put("mixture.epochs", 2),
     "the unit of draws": put("mixture.children.2.unit", "samples"),
@@ -463,11 +563,17 @@ OTHER_ORDER: dict[str, Change] = {
     "nested on_exhausted": put("mixture.children.2.on_exhausted", "stop"),
     "the order of children": lambda d: d["mixture"]["children"].reverse(),
     "phases": put(
-        "phases", [{"until_tokens": 1000}, {"mixture": {"policy": "weighted", "children": [{"source": "txt:a:text"}]}}]
+        "phases",
+        [
+            {"until_tokens": 1000},
+            {"mixture": {"policy": "weighted", "children": [{"source": "txt:a:text"}]}},
+        ],
     ),
     "a spec": put("mixture.children.0.source", "parquet:data/code-*.parquet:other"),
     "a source less": lambda d: d["mixture"]["children"].pop(0),
-    "a level less": lambda d: d["mixture"]["children"].extend(d["mixture"]["children"].pop()["children"]),
+    "a level less": lambda d: d["mixture"]["children"].extend(
+        d["mixture"]["children"].pop()["children"]
+    ),
 }
 
 
@@ -486,7 +592,9 @@ def test_the_digest_does_not_depend_on(what: str) -> None:
     ],
 )
 def test_a_filter_is_the_same_however_it_is_written(written: str, other: list[str]) -> None:
-    one, two = (parsed(changed(put("mixture.children.0.filter", value))) for value in (written, other))
+    one, two = (
+        parsed(changed(put("mixture.children.0.filter", value))) for value in (written, other)
+    )
     assert order_digest(one) == order_digest(two)
     assert one.sources[0].filter == [written]
 
@@ -504,7 +612,10 @@ def test_a_stream_is_there_wherever_a_source_holds_rows_out() -> None:
     assert parsed(mixture()).stream_names == ()
     assert parsed(changed(put("mixture.children.0.holdout", 0.001))).stream_names == ("validation",)
     document = changed(put("mixture.children.0.holdout", 0.001))
-    assert parsed(document | {"streams": valid({"source": CODE})}).stream_names == ("valid", "validation")
+    assert parsed(document | {"streams": valid({"source": CODE})}).stream_names == (
+        "valid",
+        "validation",
+    )
 
 
 def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
@@ -558,7 +669,11 @@ def test_the_digest_is_what_it_was() -> None:
 
 def test_a_spec_may_contain_colons_in_its_location() -> None:
     found = parsed(flat(["parquet:s3://bucket/a:b/*.parquet:text"])).sources[0].spec
-    assert (found.scheme.name, found.location, found.column) == ("parquet", "s3://bucket/a:b/*.parquet", "text")
+    assert (found.scheme.name, found.location, found.column) == (
+        "parquet",
+        "s3://bucket/a:b/*.parquet",
+        "text",
+    )
     assert str(found) == "parquet:s3://bucket/a:b/*.parquet:text"
 
 
@@ -586,7 +701,9 @@ def test_with_batching_a_sample_is_a_row_of_one_token_and_a_pick_is_a_global_bat
     assert (config.sequence_length, config.pick_samples, config.pick_tokens) == (1, 8, 8)
     assert config.batching is not None
     assert (config.batching.bucket_column, config.batching.length_of) == ("resolution", None)
-    by_length = parsed(batched(put("batching", {"bucket_by": "length(audio)", "edges": [8, 16], "pad": ["mel"]})))
+    by_length = parsed(
+        batched(put("batching", {"bucket_by": "length(audio)", "edges": [8, 16], "pad": ["mel"]}))
+    )
     assert by_length.batching is not None
     assert (by_length.batching.bucket_column, by_length.batching.length_of) == ("audio", "audio")
     assert by_length.batching.padded == {"audio", "mel"}
@@ -618,8 +735,12 @@ BATCHED_ORDER: dict[str, Change] = {
     "other edges": put("batching", {"bucket_by": "length(resolution)", "edges": [4, 9]}),
     "pad": put("batching", {"bucket_by": "length(resolution)", "edges": [4, 8], "pad": ["mel"]}),
     "columns": put("batching", {"bucket_by": "resolution", "columns": ["latent"]}),
-    "the order of columns": put("batching", {"bucket_by": "resolution", "columns": ["text", "latent"]}),
-    "the same columns the other way round": put("batching", {"bucket_by": "resolution", "columns": ["latent", "text"]}),
+    "the order of columns": put(
+        "batching", {"bucket_by": "resolution", "columns": ["text", "latent"]}
+    ),
+    "the same columns the other way round": put(
+        "batching", {"bucket_by": "resolution", "columns": ["latent", "text"]}
+    ),
     "dtypes": put("batching", {"bucket_by": "resolution", "dtypes": {"latent": "bfloat16"}}),
     "global_batch_size": put("global_batch_size", 16),
 }
@@ -627,7 +748,9 @@ BATCHED_ORDER_FIELDS = ("batching", "global_batch_size")
 
 
 def test_the_digest_depends_on_how_batches_are_made() -> None:
-    digests = {what: order_digest(parsed(batched(change))) for what, change in BATCHED_ORDER.items()}
+    digests = {
+        what: order_digest(parsed(batched(change))) for what, change in BATCHED_ORDER.items()
+    }
     digests["as it is"] = order_digest(parsed(batched()))
     assert len(set(digests.values())) == len(digests)
 
@@ -639,12 +762,24 @@ def adding(**fields: Any) -> Change:
 #: Of what follows one message is the whole refusal, or the first of its lines.
 CANNOT_BE: list[tuple[Change, str]] = [
     (packed("best_fit", tail="pad"), "tail: found 'pad', but it is for packing: concat"),
-    (packed("best_fit", pack_window_tokens=7), "pack_window_tokens: 7 do not fill a sample of 8 tokens"),
+    (
+        packed("best_fit", pack_window_tokens=7),
+        "pack_window_tokens: 7 do not fill a sample of 8 tokens",
+    ),
     (packed("none", vocab_size=300, pad_id=300), "pad_id: 300 is not below vocab_size 300"),
-    (packed("none", pack_window_rows=7), "pack_window_rows: found 7, but it is for packing: best_fit"),
+    (
+        packed("none", pack_window_rows=7),
+        "pack_window_rows: found 7, but it is for packing: best_fit",
+    ),
     (scheduled([]), "mixture.children.0.weight: List should have at least 1 item"),
-    (scheduled([[0, 1], [0, 2]]), "mixture.children.0.weight: the point at 0 tokens stands after the one at 0"),
-    (scheduled([[9, 1], [5, 2]]), "mixture.children.0.weight: the point at 5 tokens stands after the one at 9"),
+    (
+        scheduled([[0, 1], [0, 2]]),
+        "mixture.children.0.weight: the point at 0 tokens stands after the one at 0",
+    ),
+    (
+        scheduled([[9, 1], [5, 2]]),
+        "mixture.children.0.weight: the point at 5 tokens stands after the one at 9",
+    ),
     (scheduled([[0, -1]]), "mixture.children.0.weight.0.1: "),
     (scheduled([[-1, 1]]), "mixture.children.0.weight.0.0: "),
     (scheduled([[0, True]]), "mixture.children.0.weight.0.1: "),
@@ -653,11 +788,20 @@ CANNOT_BE: list[tuple[Change, str]] = [
     (scheduled([[0, 1, 2]]), "mixture.children.0.weight.0: "),
     (scheduled([3]), "mixture.children.0.weight.0: "),
     (scheduled([[0, 0], [7, 0]]), "mixture.children.0.weight: every point has the weight 0"),
-    (put("mixture.children.0.weight", [[0, 1]]), "mixture: children.0.weight: found 1 points, but the policy"),
+    (
+        put("mixture.children.0.weight", [[0, 1]]),
+        "mixture: children.0.weight: found 1 points, but the policy",
+    ),
     (put("mixture.weight", [[0, 1]]), "mixture.weight: found points, but the root has no siblings"),
-    (put("mixture.unit", "samples"), "mixture: unit: is for the policy 'weighted', but this is 'least_consumed'"),
+    (
+        put("mixture.unit", "samples"),
+        "mixture: unit: is for the policy 'weighted', but this is 'least_consumed'",
+    ),
     (put("mixture.interpolate", "step"), "mixture: interpolate: is for the policy 'schedule'"),
-    (put("mixture.children.0.max_tokens", 7), "mixture.children.0.max_tokens: 7 is less than one sample of 8"),
+    (
+        put("mixture.children.0.max_tokens", 7),
+        "mixture.children.0.max_tokens: 7 is less than one sample of 8",
+    ),
     (put("mixture.max_tokens", 7), "mixture.max_tokens: 7 is less than one sample of 8 tokens"),
     (
         put("streams", valid({"source": CODE, "holdout": 0.1})),
@@ -676,11 +820,17 @@ CANNOT_BE: list[tuple[Change, str]] = [
         "streams.valid.mixture.children.0.max_tokens",
     ),
     (
-        adding(last_micro_step="pad", phases=[{"until_tokens": 80}, valid({"source": CODE, "holdout": 0.1})["valid"]]),
+        adding(
+            last_micro_step="pad",
+            phases=[{"until_tokens": 80}, valid({"source": CODE, "holdout": 0.1})["valid"]],
+        ),
         "phases.1.mixture.children.0.holdout: found 0.1, but ",
     ),
     (put("global_batch_size", 8), "global_batch_size: is for batching"),
-    (put("mixture.children.0.source", "parquet:data/code-*.parquet:*"), "source: the column '*' is for batching"),
+    (
+        put("mixture.children.0.source", "parquet:data/code-*.parquet:*"),
+        "source: the column '*' is for batching",
+    ),
 ]
 NO_BATCHES: list[tuple[Change, str]] = [
     (lambda d: d.pop("global_batch_size"), "global_batch_size: is missing"),
@@ -690,8 +840,14 @@ NO_BATCHES: list[tuple[Change, str]] = [
     (put("labels", "shifted"), "labels: does not apply with batching"),
     (put("last_micro_step", "pad"), "last_micro_step: does not apply with batching"),
     (put("mixture.children.0.add_eot", False), "mixture.children.0.add_eot: does not apply"),
-    (put("mixture.children.0.source", "parquet:a.parquet:b"), "mixture.children.0.source: with batching"),
-    (put("mixture.children.0.source", "jsonl:a.jsonl:*"), "mixture.children.0.source: 'jsonl' files"),
+    (
+        put("mixture.children.0.source", "parquet:a.parquet:b"),
+        "mixture.children.0.source: with batching",
+    ),
+    (
+        put("mixture.children.0.source", "jsonl:a.jsonl:*"),
+        "mixture.children.0.source: 'jsonl' files",
+    ),
     (put("batching.edges", [8]), "batching: edges: are for lengths"),
     (
         put("batching", {"bucket_by": "length(a)", "edges": [8, 8]}),
@@ -726,13 +882,21 @@ def test_what_cannot_be_is_refused(document: dict[str, Any], says: str) -> None:
     assert f"mixture.yaml: {says}" in str(caught.value) or says in str(caught.value).splitlines()[0]
 
 
-def test_faults_of_a_file_have_line_and_column_and_unknown_keys_a_suggestion(tmp_path: Path) -> None:
+def test_faults_of_a_file_have_line_and_column_and_unknown_keys_a_suggestion(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "mixture.yaml"
-    text = MINIMAL.replace("run: wiki", "run: my run!\nstreams: {held out: {mixtur: 1}}").replace("length", "lenght")
-    path.write_text(f"{text}      alais: b\n    - {{source: 'txt:c.txt:text', weight: [[0, x]], zzz: 3}}\n")
+    text = MINIMAL.replace("run: wiki", "run: my run!\nstreams: {held out: {mixtur: 1}}").replace(
+        "length", "lenght"
+    )
+    path.write_text(
+        f"{text}      alais: b\n    - {{source: 'txt:c.txt:text', weight: [[0, x]], zzz: 3}}\n"
+    )
     with pytest.raises(ConfigError) as caught:
         config.load(path, CATALOG)
-    names = "letters (a to z), digits, dots, underscores and hyphens, with a letter or a digit first"
+    names = (
+        "letters (a to z), digits, dots, underscores and hyphens, with a letter or a digit first"
+    )
     assert {line.removeprefix(f"{path}: ") for line in str(caught.value).splitlines()} == {
         f"line 1, column 1: run: expected 1 to 128 {names}; found 'my run!'",
         f"line 2, column 11: streams.held out.[key]: expected 1 to 64 {names}; found 'held out'",

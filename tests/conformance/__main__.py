@@ -19,19 +19,27 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
-    client: Annotated[str, typer.Argument(help="the command that starts the client, with its arguments")],
-    only: Annotated[list[str] | None, typer.Option(help=f"one check, repeatable: {', '.join(CHECKS)}")] = None,
+    client: Annotated[
+        str, typer.Argument(help="the command that starts the client, with its arguments")
+    ],
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"one check, repeatable: {', '.join(CHECKS)}")
+    ] = None,
 ) -> None:
     """Checks a client, and prints a line for each check. Exits with 1 where one failed."""
     unknown = set(only or ()) - set(CHECKS)
     if unknown:
-        raise typer.BadParameter(f"there is no check {sorted(unknown)}; expected some of {', '.join(CHECKS)}")
+        raise typer.BadParameter(
+            f"there is no check {sorted(unknown)}; expected some of {', '.join(CHECKS)}"
+        )
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder))
         try:
             with world.with_client(client):
-                failed = sum(not _passes(name, world, console) for name in CHECKS if not only or name in only)
+                failed = sum(
+                    not _passes(name, world, console) for name in CHECKS if not only or name in only
+                )
         finally:
             world.close()
     console.print(f"{failed} checks failed" if failed else "the client conforms")

@@ -18,7 +18,9 @@ class Adapter:
         self._dataset: NumpyDataset | None = None
         self._batches: Iterator[Any] = iter(())
 
-    def join(self, *, address: str, run: str, state: str | None, token: str | None, **options: Any) -> dict[str, Any]:
+    def join(
+        self, *, address: str, run: str, state: str | None, token: str | None, **options: Any
+    ) -> dict[str, Any]:
         self.close()
         connection = ConnectionOptions(token=token, connect_timeout_s=10, reconnect_timeout_s=30)
         self._dataset = NumpyDataset(f"grpc://{address}/{run}", **options, connection=connection)
@@ -30,7 +32,10 @@ class Adapter:
     def next(self) -> dict[str, Any]:
         assert self._dataset is not None
         for batch in self._batches:
-            columns = {name: batch[name].tolist() for name in ("input_ids", "labels", "source_ids", "sample_ids")}
+            columns = {
+                name: batch[name].tolist()
+                for name in ("input_ids", "labels", "source_ids", "sample_ids")
+            }
             numbers = {name: batch[name] for name in ("sample_index", "total_tokens")}
             return {**columns, **numbers, "digest": self._dataset.digest}
         return {"end": True}

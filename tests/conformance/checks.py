@@ -47,7 +47,8 @@ def compare(world: World, run: str, begin: int, ranks: Sequence[Sequence[dict[st
             dict(zip(("sample", "source", "input_ids", "labels"), columns, strict=True))
             for batch in batches
             for columns in zip(
-                *(batch[name] for name in ("sample_ids", "source_ids", "input_ids", "labels")), strict=True
+                *(batch[name] for name in ("sample_ids", "source_ids", "input_ids", "labels")),
+                strict=True,
             )
         ]
         end = min(begin + len(samples), len(order))
@@ -60,7 +61,11 @@ def compare(world: World, run: str, begin: int, ranks: Sequence[Sequence[dict[st
                 equal(f"{where}: input_ids of sample {index}", sample["input_ids"], input_ids)
                 equal(f"{where}: labels of sample {index}", sample["labels"], labels)
             else:
-                equal(f"{where}: a padding sample's source and index", (sample["source"], sample["sample"]), (-1, -1))
+                equal(
+                    f"{where}: a padding sample's source and index",
+                    (sample["source"], sample["sample"]),
+                    (-1, -1),
+                )
                 equal(f"{where}: a padding sample's labels", set(sample["labels"]), {-100})
         for batch in batches:
             last = order[end - 1]
@@ -134,7 +139,11 @@ def ranks_and_states(world: World) -> None:
             for client in clients:
                 client.batches(1)
             for rank, client in enumerate(clients):
-                equal(f"the state of rank {rank}", client.state(), world.snapshot("shifted", 4 * (step + 1)))
+                equal(
+                    f"the state of rank {rank}",
+                    client.state(),
+                    world.snapshot("shifted", 4 * (step + 1)),
+                )
 
 
 @check
@@ -173,7 +182,10 @@ def server_restarts(world: World) -> None:
 @check
 def another_launch(world: World) -> None:
     """A launch that another has taken over from ends with Fenced, and does not try again."""
-    with world.join("narrow", batch_size=1) as [older], world.join("narrow", batch_size=1) as [newer]:
+    with (
+        world.join("narrow", batch_size=1) as [older],
+        world.join("narrow", batch_size=1) as [newer],
+    ):
         newer.batches(1)
         refused("Fenced", lambda: older.batches(len(world.samples("narrow"))))
 

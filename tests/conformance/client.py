@@ -33,7 +33,11 @@ class Client:
 
     def __init__(self, command: str) -> None:
         self._process = subprocess.Popen(
-            shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, encoding="utf-8"
+            shlex.split(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=sys.stderr,
+            encoding="utf-8",
         )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -53,7 +57,9 @@ class Client:
             self._process.stdin.flush()
             line = self._lines.get(timeout=PATIENCE_S)
         except OSError as error:
-            raise Broken(f"the client is gone before it was asked {request[:200]}: {error}") from None
+            raise Broken(
+                f"the client is gone before it was asked {request[:200]}: {error}"
+            ) from None
         except queue.Empty:
             raise Broken(f"no answer within {PATIENCE_S:g} s to {request[:200]}") from None
         if not line:
@@ -61,7 +67,9 @@ class Client:
         try:
             answer = json.loads(line)
         except ValueError as error:
-            raise Broken(f"{request[:200]}: expected a line of JSON, got {line[:200]!r}: {error}") from None
+            raise Broken(
+                f"{request[:200]}: expected a line of JSON, got {line[:200]!r}: {error}"
+            ) from None
         if "error" in answer:
             raise Refused(answer["error"], answer.get("message", ""))
         return dict(answer)

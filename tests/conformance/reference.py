@@ -31,9 +31,13 @@ def samples(target: str, run: str, count: int) -> list[Sample]:
     options = [("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel(target, options=options) as channel:
         stub = DataLoaderStub(channel)
-        joined = stub.Join(wire.JoinRequest(run=run, world_size=1, batch_size=1, peek=True, resume="0"))
+        joined = stub.Join(
+            wire.JoinRequest(run=run, world_size=1, batch_size=1, peek=True, resume="0")
+        )
         progress = wire.Progress(consumed_through=0, digest="0" * 32, credit_micro_steps=count)
-        opened = wire.StreamOpen(run=run, run_uid=joined.run_uid, peek=True, batch_size=1, document_starts=True)
+        opened = wire.StreamOpen(
+            run=run, run_uid=joined.run_uid, peek=True, batch_size=1, document_starts=True
+        )
         opened.received_digest = "0" * 32
         opened.progress.CopyFrom(progress)
         requests: queue.SimpleQueue[wire.StreamRequest | None] = queue.SimpleQueue()
@@ -64,17 +68,23 @@ def _samples(joined: wire.JoinResponse, batches: wire.Batches, digest: str) -> I
     rolling = int(digest, 16)
     starts, begin = list(batches.document_starts), 0
     size = len(batches.ids) // max(1, len(batches.micro_steps))
-    for number, (micro_step, source_id) in enumerate(zip(batches.micro_steps, batches.source_ids, strict=True)):
+    for number, (micro_step, source_id) in enumerate(
+        zip(batches.micro_steps, batches.source_ids, strict=True)
+    ):
         sample = batches.ids[number * size : (number + 1) * size]
         rolling = digest_after(rolling, source_id, sample)
-        assert f"{rolling:032x}" == micro_step.digest, "the digest is not of the bytes that travelled"
+        assert f"{rolling:032x}" == micro_step.digest, (
+            "the digest is not of the bytes that travelled"
+        )
         document_begins = starts[begin : begin + batches.document_counts[number]]
         begin += batches.document_counts[number]
         input_ids, labels = _split(joined, sample, document_begins)
         yield Sample(source_id, input_ids, labels, micro_step.total_tokens, micro_step.digest)
 
 
-def _split(joined: wire.JoinResponse, sample: bytes, document_begins: Sequence[int]) -> tuple[list[int], list[int]]:
+def _split(
+    joined: wire.JoinResponse, sample: bytes, document_begins: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """Input ids and labels of the bytes of a sample."""
     shifted = joined.labels == wire.LABELS_SHIFTED
     count, width = joined.sequence_length + shifted, int(joined.id_type)

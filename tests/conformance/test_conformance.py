@@ -51,5 +51,8 @@ def test_a_client_that_breaks_the_contract_fails_the_check_that_is_about_it(
     world: World, monkeypatch: pytest.MonkeyPatch, fault: str, check: str, message: str
 ) -> None:
     monkeypatch.chdir(ROOT)
-    with world.with_client(command("broken", fault)), pytest.raises((Broken, Refused), match=message):
+    with (
+        world.with_client(command("broken", fault)),
+        pytest.raises((Broken, Refused), match=message),
+    ):
         CHECKS[check](world)

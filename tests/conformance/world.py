@@ -85,16 +85,22 @@ class World:
     def wait_committed(self, run: str, sample_index: int) -> None:
         """Until the ledger has that."""
         until = time.monotonic() + COMMIT_S
-        while (committed := json.loads(snapshot(self._server.grpc, run))["sample_index"]) != sample_index:
+        while (
+            committed := json.loads(snapshot(self._server.grpc, run))["sample_index"]
+        ) != sample_index:
             if time.monotonic() > until:
-                raise Broken(f"run {run!r}: sample {sample_index} was taken, but {committed} is committed: no Progress")
+                raise Broken(
+                    f"run {run!r}: sample {sample_index} was taken, but {committed} is committed: no Progress"
+                )
             time.sleep(0.05)
 
     @contextmanager
     def guarded(self) -> Iterator[str]:
         """The address of a server that wants a token."""
         guarded = ServerProcess(
-            self._folder / "guarded", self._mixtures[0], environment={"TOKENLOOM_TOKEN": CONTROL_TOKEN}
+            self._folder / "guarded",
+            self._mixtures[0],
+            environment={"TOKENLOOM_TOKEN": CONTROL_TOKEN},
         )
         try:
             yield guarded.start().grpc
@@ -110,7 +116,13 @@ class World:
 
     @contextmanager
     def join(
-        self, run: str, *, ranks: int = 1, batch_size: int, state: str | None = None, resume: str | None = "fresh"
+        self,
+        run: str,
+        *,
+        ranks: int = 1,
+        batch_size: int,
+        state: str | None = None,
+        resume: str | None = "fresh",
     ) -> Iterator[list[Client]]:
         """All ranks of a launch, at sample 0 unless something else is asked for."""
         attempt = f"attempt-{next(self._attempts)}"
@@ -145,7 +157,9 @@ class World:
 
 def _write(path: Path, rng: np.random.Generator, vocab_size: int, run: str) -> None:
     """Rows of random ids, some of them empty."""
-    rows, shortest, longest = {"large": (4, 300_000, 600_000), "short": (60, 0, 20)}.get(run, (300, 0, 40))
+    rows, shortest, longest = {"large": (4, 300_000, 600_000), "short": (60, 0, 20)}.get(
+        run, (300, 0, 40)
+    )
     lengths = rng.integers(shortest, longest, rows)
     ids = [rng.integers(0, vocab_size, length, dtype=np.uint32) for length in lengths]
     masks = [rng.integers(0, 2, length, dtype=np.uint8) for length in lengths]
@@ -156,7 +170,12 @@ def _write(path: Path, rng: np.random.Generator, vocab_size: int, run: str) -> N
 def _mixture(folder: Path, run: str, fields: dict[str, Any]) -> Path:
     masked = {"loss_mask": "mask"} if run == "masked" else {}
     children = [
-        {"source": f"parquet:data/{run}/{name}.parquet:ids", "alias": name, "weight": weight, **masked}
+        {
+            "source": f"parquet:data/{run}/{name}.parquet:ids",
+            "alias": name,
+            "weight": weight,
+            **masked,
+        }
         for name, weight in (("first", 2), ("second", 1))
     ]
     document = {"run": run, "seed": 3, "end_of_text_id": 1, **fields}

@@ -28,9 +28,14 @@ def test_an_amount_is_read_exactly(text: str, amount: int) -> None:
     assert parse_amount(text, "--tokens") == amount
 
 
-@pytest.mark.parametrize("text", ["", "ten", "10Q", "-5", "1e9", "1.B", ".5B", "B", "1 0", "½", "１０", "nan", "inf"])
+@pytest.mark.parametrize(
+    "text", ["", "ten", "10Q", "-5", "1e9", "1.B", ".5B", "B", "1 0", "½", "１０", "nan", "inf"]
+)
 def test_what_is_no_amount_is_refused_with_the_forms_that_are(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--tokens: .* is no number of tokens; expected a number such as 500M, 10B"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--tokens: .* is no number of tokens; expected a number such as 500M, 10B",
+    ):
         parse_amount(text, "--tokens")
 
 
@@ -41,6 +46,20 @@ def test_an_amount_is_whole_and_within_what_counters_hold(text: str) -> None:
 
 
 def test_amounts_are_shown_with_three_digits() -> None:
-    shown = {0: "0", 812: "812", 999: "999", 999.6: "1.00K", 1000: "1.00K", 12_345: "12.3K", 999_499: "999K"}
-    shown |= {999_600: "1.00M", 99_960_000: "100M", 9_996_000: "10.0M", 1.5e12: "1.50T", 2.5e15: "2,500T"}
+    shown = {
+        0: "0",
+        812: "812",
+        999: "999",
+        999.6: "1.00K",
+        1000: "1.00K",
+        12_345: "12.3K",
+        999_499: "999K",
+    }
+    shown |= {
+        999_600: "1.00M",
+        99_960_000: "100M",
+        9_996_000: "10.0M",
+        1.5e12: "1.50T",
+        2.5e15: "2,500T",
+    }
     assert {amount: short(amount) for amount in shown} == shown

@@ -12,8 +12,12 @@ from tokenloom_server.core.control_characters import ESCAPES, escaped, refuse_co
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_hostile_text_is_refused_in_words_that_show_it_and_escaped_to_the_same_json(text: str) -> None:
-    with pytest.raises(ValueError, match=r"without control characters, but character \d+ of .* is U\+") as caught:
+def test_a_hostile_text_is_refused_in_words_that_show_it_and_escaped_to_the_same_json(
+    text: str,
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"without control characters, but character \d+ of .* is U\+"
+    ) as caught:
         refuse_control_characters(text)
     assert is_shown_as_it_is(str(caught.value))
     assert is_shown_as_it_is(escaped(text))
@@ -28,11 +32,16 @@ def test_text_of_every_script_stays_as_it_is(text: str) -> None:
 
 
 def test_every_control_character_of_unicode_is_one_of_them() -> None:
-    controls = {code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) in ("Cc", "Zl", "Zp")}
+    controls = {
+        code
+        for code in range(sys.maxunicode + 1)
+        if unicodedata.category(chr(code)) in ("Cc", "Zl", "Zp")
+    }
     turns = {
         code
         for code in range(sys.maxunicode + 1)
-        if unicodedata.bidirectional(chr(code)) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+        if unicodedata.bidirectional(chr(code))
+        in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
     }
     assert controls | turns | set(range(0xD800, 0xE000)) == set(ESCAPES)
 

@@ -47,7 +47,9 @@ def library(tmp_path: Path) -> Path:
     for number in range(20):
         path = folder / f"package_{number % 3}" / f"module_{number}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'"""Module {number}, which says at some length what it is good for."""\n\nVALUE = {number}\n')
+        path.write_text(
+            f'"""Module {number}, which says at some length what it is good for."""\n\nVALUE = {number}\n'
+        )
     (folder / "test").mkdir()
     (folder / "test" / "test_all.py").write_text("NOT_PART_OF_IT = True\n")
     (folder / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nNAME = 'Zoë'\n".encode("latin-1"))
@@ -73,7 +75,9 @@ def test_a_library_becomes_three_corpora_and_a_tokeniser(tmp_path: Path, library
     docstrings = [json.loads(line)["text"] for line in lines(tmp_path / "data" / corpus.DOCSTRINGS)]
     prose = [line for path in (tmp_path / "data" / corpus.PROSE).iterdir() for line in lines(path)]
     assert len(shards) == 3
-    assert sorted(code) == sorted(p.read_text() for p in library.rglob("*.py") if p.name.startswith(("mod", "python2")))
+    assert sorted(code) == sorted(
+        p.read_text() for p in library.rglob("*.py") if p.name.startswith(("mod", "python2"))
+    )
     assert len(docstrings) == 20
     assert all(docstring.startswith("Module") for docstring in docstrings)
     assert len(prose) == built.documents["prose"] > 100
@@ -117,11 +121,15 @@ LENGTH = 8
 
 
 def step(number: int, index: int, digest: str = "0" * 32, lr: float = 0.0) -> Step:
-    return Step(step=number, sample_index=index, total_tokens=index * LENGTH, digest=digest, loss=1.0, lr=lr)
+    return Step(
+        step=number, sample_index=index, total_tokens=index * LENGTH, digest=digest, loss=1.0, lr=lr
+    )
 
 
 def test_receipts_come_back_as_written_and_a_torn_record_is_left_out(tmp_path: Path) -> None:
-    samples = receipts.make_samples([3, 4], [0, 1], np.arange(2 * LENGTH).reshape(2, LENGTH) + 65_530)
+    samples = receipts.make_samples(
+        [3, 4], [0, 1], np.arange(2 * LENGTH).reshape(2, LENGTH) + 65_530
+    )
     with ReceiptWriter(tmp_path, rank=1) as writer:
         writer.write(samples, step(1, 5))
         writer.write(samples, step(2, 7))
@@ -152,7 +160,9 @@ def the_order() -> Samples:
     count = PLAN.end_index
     generator = np.random.default_rng(0)
     sources = np.resize([0, 1, 0, 2], count)
-    return receipts.make_samples(np.arange(count), sources, generator.integers(0, VOCAB_SIZE, (count, LENGTH)))
+    return receipts.make_samples(
+        np.arange(count), sources, generator.integers(0, VOCAB_SIZE, (count, LENGTH))
+    )
 
 
 def received(order: Samples, launch: Launch, rank: int, begin: int, end: int) -> Receipts:
@@ -165,7 +175,9 @@ def received(order: Samples, launch: Launch, rank: int, begin: int, end: int) ->
         last = index + launch.samples_per_step
         tokens, warmup = last * LENGTH, PLAN.warmup_tokens
         cosine = (1 + np.cos(np.pi * (tokens - warmup) / (PLAN.tokens - warmup))) / 2
-        factor = tokens / warmup if tokens < warmup else plan.LR_FLOOR + (1 - plan.LR_FLOOR) * cosine
+        factor = (
+            tokens / warmup if tokens < warmup else plan.LR_FLOOR + (1 - plan.LR_FLOOR) * cosine
+        )
         steps.append(step(number + 1, last, digests[last], lr=float(plan.LEARNING_RATE * factor)))
     return Receipts(np.concatenate(parts), steps)
 
@@ -245,17 +257,32 @@ EVERYTHING = ("sample_id", "source_id", "ids")
 @pytest.mark.parametrize(
     ("tamper", "expected"),
     [
-        (lambda part: without(part, 2), {"nothing_lost_or_repeated", "in_order", "same_as_uninterrupted"}),
+        (
+            lambda part: without(part, 2),
+            {"nothing_lost_or_repeated", "in_order", "same_as_uninterrupted"},
+        ),
         (
             lambda part: changed(part, 2, repeat_of_the_one_before),
             {"nothing_lost_or_repeated", "in_order", "same_as_uninterrupted"},
         ),
         (lambda part: swapped(part, 1, 2, EVERYTHING), {"in_order"}),
-        (lambda part: swapped(part, 0, 2, ("ids",)), {"same_as_uninterrupted", "digests_agree", "one_digest"}),
-        (lambda part: changed(part, 1, next_id), {"same_as_uninterrupted", "digests_agree", "one_digest"}),
+        (
+            lambda part: swapped(part, 0, 2, ("ids",)),
+            {"same_as_uninterrupted", "digests_agree", "one_digest"},
+        ),
+        (
+            lambda part: changed(part, 1, next_id),
+            {"same_as_uninterrupted", "digests_agree", "one_digest"},
+        ),
         (
             lambda part: changed(part, 1, next_source),
-            {"same_as_uninterrupted", "digests_agree", "one_digest", "counters_agree", "shares_hold"},
+            {
+                "same_as_uninterrupted",
+                "digests_agree",
+                "one_digest",
+                "counters_agree",
+                "shares_hold",
+            },
         ),
     ],
     ids=["lost", "repeated", "out-of-step", "swapped", "another-id", "another-source"],
@@ -283,7 +310,10 @@ def test_a_sample_that_did_not_come_again_the_same_is_caught(evidence: Evidence)
 
 def test_a_kill_without_a_loss_proves_nothing(evidence: Evidence) -> None:
     kept = [
-        Receipts(part.samples[part.samples["sample_id"] < PLAN.checkpoint_index], part.steps[: PLAN.checkpoint_step])
+        Receipts(
+            part.samples[part.samples["sample_id"] < PLAN.checkpoint_index],
+            part.steps[: PLAN.checkpoint_step],
+        )
         for part in evidence.first
     ]
 
@@ -308,7 +338,11 @@ def test_a_ledger_that_counts_otherwise_is_caught(
 
 @pytest.mark.parametrize(
     ("change", "expected"),
-    [({"lr": 1.0}, {"rates_hold"}), ({"digest": "f" * 32}, {"digests_agree"}), ({"sample_index": 999}, None)],
+    [
+        ({"lr": 1.0}, {"rates_hold"}),
+        ({"digest": "f" * 32}, {"digests_agree"}),
+        ({"sample_index": 999}, None),
+    ],
 )
 def test_a_step_that_reports_otherwise_is_caught(
     evidence: Evidence, change: dict[str, Any], expected: set[str] | None
@@ -317,20 +351,29 @@ def test_a_step_that_reports_otherwise_is_caught(
     steps = [*part.steps]
     steps[1] = dataclasses.replace(steps[1], **change)
 
-    found = faults(dataclasses.replace(evidence, first=[evidence.first[0], Receipts(part.samples, steps)]))
+    found = faults(
+        dataclasses.replace(evidence, first=[evidence.first[0], Receipts(part.samples, steps)])
+    )
 
     assert set(found) == (expected or {"in_order", "digests_agree"})
 
 
 def test_shares_are_not_judged_once_a_source_ran_out(evidence: Evidence) -> None:
-    sources = [source.model_copy(update={"exhausted": source.id == 2}) for source in evidence.stats.sources]
-    tampered = dataclasses.replace(evidence, stats=evidence.stats.model_copy(update={"sources": sources}))
+    sources = [
+        source.model_copy(update={"exhausted": source.id == 2}) for source in evidence.stats.sources
+    ]
+    tampered = dataclasses.replace(
+        evidence, stats=evidence.stats.model_copy(update={"sources": sources})
+    )
 
     assert "source-2 ran out" in tampered.shares_hold()
 
 
 def test_the_digest_is_the_one_of_the_contract() -> None:
-    assert (proof.DIGEST_MULTIPLIER, proof.DIGEST_MODULUS) == (state.DIGEST_MULTIPLIER, state.DIGEST_MODULUS)
+    assert (proof.DIGEST_MULTIPLIER, proof.DIGEST_MODULUS) == (
+        state.DIGEST_MULTIPLIER,
+        state.DIGEST_MODULUS,
+    )
     assert [wire_type(size) for size in (256, 257, 65_536, 65_537)] == ["<u1", "<u2", "<u2", "<u4"]
 
 
@@ -351,7 +394,9 @@ def test_every_plan_leaves_room_for_its_events(steps: int) -> None:
 def test_the_two_mixtures_have_one_order(tmp_path: Path) -> None:
     for run in (RUN, REFERENCE_RUN):
         (tmp_path / f"{run}.yaml").write_text(Plan().mixture(run))
-    ours, reference = (config.load(tmp_path / f"{run}.yaml", CATALOG) for run in (RUN, REFERENCE_RUN))
+    ours, reference = (
+        config.load(tmp_path / f"{run}.yaml", CATALOG) for run in (RUN, REFERENCE_RUN)
+    )
 
     assert ours.run != reference.run
     assert order_digest(ours) == order_digest(reference)
@@ -387,7 +432,9 @@ def test_a_process_that_was_killed_on_purpose_has_ended_well(tmp_path: Path) -> 
     assert children.all_ended() == "1 processes"
 
 
-def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ignores_sigterm_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "GRACE_S", 0.1)
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + SLEEP[1]
     with Processes() as children:
@@ -398,8 +445,13 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: p
 
 def test_waiting_for_a_process_that_fails_shows_its_last_words(tmp_path: Path) -> None:
     with Processes() as children:
-        child = children.start("failing", ["-c", "raise SystemExit('no such luck')"], tmp_path / "failing.log")
-        with pytest.raises(DemoFailed, match=r"failing ended with status 1 while waiting for luck\n.*\n.*no such luck"):
+        child = children.start(
+            "failing", ["-c", "raise SystemExit('no such luck')"], tmp_path / "failing.log"
+        )
+        with pytest.raises(
+            DemoFailed,
+            match=r"failing ended with status 1 while waiting for luck\n.*\n.*no such luck",
+        ):
             wait_until(lambda: False, "luck", 30, [child])
 
 
@@ -414,10 +466,15 @@ def test_children_do_not_inherit_what_is_set_for_other_processes(
         child = children.start("child", ["-c", show], tmp_path / "child.log", RANK="1")
         wait_until(lambda: child.status == 0, "the child", 30, [child])
 
-    assert "{'RANK': '1', 'WORLD_SIZE': None, 'SLURM_PROCID': None, 'TOKENLOOM_TOKEN': None}" in child.tail()
+    assert (
+        "{'RANK': '1', 'WORLD_SIZE': None, 'SLURM_PROCID': None, 'TOKENLOOM_TOKEN': None}"
+        in child.tail()
+    )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a process of its parent's death"
+)
 def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     start = (
         "import sys, time; from pathlib import Path; from tokenloom_server.demo.processes import Processes\n"
@@ -441,7 +498,13 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_server_that_cannot_start_shows_why(tmp_path: Path) -> None:
     with Processes() as children, pytest.raises(DemoFailed, match=r"no\.yaml"):
-        service.start(children, "server", tmp_path / "no.yaml", tmp_path / "ledger.db", tmp_path / "server.log")
+        service.start(
+            children,
+            "server",
+            tmp_path / "no.yaml",
+            tmp_path / "ledger.db",
+            tmp_path / "server.log",
+        )
 
 
 # --- The whole -----------------------------------------------------------------------------------------------------
@@ -487,7 +550,9 @@ def test_a_claim_that_does_not_hold_makes_the_status_1(tmp_path: Path) -> None:
 
 
 def little_text(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    monkeypatch.setattr(corpus, "library_folder", lambda: Path(subprocess.__file__).with_name(package))
+    monkeypatch.setattr(
+        corpus, "library_folder", lambda: Path(subprocess.__file__).with_name(package)
+    )
 
 
 def test_the_whole_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +561,9 @@ def test_the_whole_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     console = quiet()
     before = set(psutil.Process(os.getpid()).children(recursive=True))
 
-    assert run_demo(tmp_path / "a demo, 100 %", steps=plan.FEWEST_STEPS, console=console) == 0, output(console)
+    assert run_demo(tmp_path / "a demo, 100 %", steps=plan.FEWEST_STEPS, console=console) == 0, (
+        output(console)
+    )
     assert output(console).count("✓") == 10
     assert set(psutil.Process(os.getpid()).children(recursive=True)) == before
     assert "Nothing lost, nothing repeated, the same order." in output(console)

@@ -56,7 +56,9 @@ def ledger(compose: dict[str, Any]) -> Service:
 def instructions() -> list[tuple[str, str]]:
     """(instruction, arguments) of the Dockerfile, in order."""
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
-    text = "\n".join(line for line in lines if line and not line.startswith("#")).replace("\\\n", "")
+    text = "\n".join(line for line in lines if line and not line.startswith("#")).replace(
+        "\\\n", ""
+    )
     parts = [line.strip().partition(" ") for line in text.splitlines()]
     return [(name, arguments.strip()) for name, _, arguments in parts]
 
@@ -66,7 +68,9 @@ def _read_compose(environment: dict[str, str]) -> dict[str, Any]:
     lines = (ROOT / "docker-compose.yml").read_text(encoding="utf-8").splitlines()
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
 
-    text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: environment.get(match[1]) or match[2], text)
+    text = re.sub(
+        r"\$\{(\w+):-([^}]*)\}", lambda match: environment.get(match[1]) or match[2], text
+    )
     assert "$" not in text
     document: dict[str, Any] = yaml.safe_load(text)
     return document
@@ -88,17 +92,28 @@ def _last(instructions: list[tuple[str, str]], name: str) -> str:
 # --- What the files say ------------------------------------------------------------------------------------------
 
 
-def test_the_server_gets_the_tokens_and_nobody_else(compose: dict[str, Any], server: Service) -> None:
+def test_the_server_gets_the_tokens_and_nobody_else(
+    compose: dict[str, Any], server: Service
+) -> None:
     # A name without a value is passed on where it is set.
-    assert server["environment"].items() >= {"TOKENLOOM_TOKEN": None, "TOKENLOOM_READ_TOKEN": None}.items()
-    assert not any(server["environment"][name] for name in server["environment"] if name.startswith(("HF_", "AWS_")))
+    assert (
+        server["environment"].items()
+        >= {"TOKENLOOM_TOKEN": None, "TOKENLOOM_READ_TOKEN": None}.items()
+    )
+    assert not any(
+        server["environment"][name]
+        for name in server["environment"]
+        if name.startswith(("HF_", "AWS_"))
+    )
     assert "environment" not in compose["services"]["redis"]
     # Where none is set, one is made and kept in the volume.
     assert "--make-token" in server["command"]
     assert "index:/config/.tokenloom-index" in server["volumes"]
 
 
-def test_ports_are_published_on_loopback_only_since_there_is_no_tls(compose: dict[str, Any]) -> None:
+def test_ports_are_published_on_loopback_only_since_there_is_no_tls(
+    compose: dict[str, Any],
+) -> None:
     ports = {name: service.get("ports", []) for name, service in compose["services"].items()}
 
     assert ports == {"server": ["127.0.0.1:50051:50051", "127.0.0.1:8080:8080"], "redis": []}
@@ -115,7 +130,11 @@ def test_redis_has_a_socket_for_the_servers_group_and_no_network(
     user, group = ledger["user"].split(":")
     assert group == server["user"].split(":")[1]
     options = f"uid={user},gid={group},mode=0750,size=1m"
-    assert compose["volumes"]["socket"]["driver_opts"] == {"type": "tmpfs", "device": "tmpfs", "o": options}
+    assert compose["volumes"]["socket"]["driver_opts"] == {
+        "type": "tmpfs",
+        "device": "tmpfs",
+        "o": options,
+    }
     assert "socket:/run/redis" in server["volumes"]
 
 
@@ -127,17 +146,23 @@ def test_both_services_run_with_as_little_as_they_need(compose: dict[str, Any]) 
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert service["restart"] == "unless-stopped"
         assert "stop_grace_period" in service
-        assert {"max-size", "max-file"} <= service["logging"]["options"].keys(), "a disk is not filled with logs"
+        assert {"max-size", "max-file"} <= service["logging"]["options"].keys(), (
+            "a disk is not filled with logs"
+        )
         assert not {"privileged", "cap_add", "devices", "pid", "ipc"} & set(service)
 
 
 def test_the_ledger_is_kept_in_a_named_volume_and_its_image_has_a_full_version(
     compose: dict[str, Any], ledger: Service
 ) -> None:
-    assert re.fullmatch(rf"redis:{re.escape(compose_version())}\.\d+(@sha256:[0-9a-f]{{64}})?", ledger["image"])
+    assert re.fullmatch(
+        rf"redis:{re.escape(compose_version())}\.\d+(@sha256:[0-9a-f]{{64}})?", ledger["image"]
+    )
     for folder in ("deploy", "examples"):
         for path in (ROOT / folder).rglob("*.yaml"):
-            assert {*re.findall(r"image: (redis:\S+)", path.read_text(encoding="utf-8"))} <= {ledger["image"]}, path
+            assert {*re.findall(r"image: (redis:\S+)", path.read_text(encoding="utf-8"))} <= {
+                ledger["image"]
+            }, path
     assert "ledger:/data" in ledger["volumes"]
     assert "ledger" in compose["volumes"]
 
@@ -155,14 +180,20 @@ def test_mixture_and_data_are_mounted_read_only_and_never_made_up(server: Servic
 def test_nothing_is_read_outside_of_the_mounted_folder_and_the_urls_that_are_allowed(
     urls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    environment = _read_compose({"TOKENLOOM_URL_ROOTS": ":".join(urls)})["services"]["server"]["environment"]
+    environment = _read_compose({"TOKENLOOM_URL_ROOTS": ":".join(urls)})["services"]["server"][
+        "environment"
+    ]
     monkeypatch.setenv(DATA_ROOTS, environment[DATA_ROOTS].replace("/config/data", str(tmp_path)))
 
     assert MixtureOptions().roots() == DataRoots.of([str(tmp_path), *urls])
 
 
 def test_mixture_and_data_follow_the_environment() -> None:
-    environment = {"TOKENLOOM_MIXTURE": "/a/my.yaml", "TOKENLOOM_DATA": "/b", "TOKENLOOM_GRPC_PORT": "1"}
+    environment = {
+        "TOKENLOOM_MIXTURE": "/a/my.yaml",
+        "TOKENLOOM_DATA": "/b",
+        "TOKENLOOM_GRPC_PORT": "1",
+    }
 
     changed = _read_compose(environment)["services"]["server"]
 
@@ -174,7 +205,9 @@ def test_mixture_and_data_follow_the_environment() -> None:
     assert changed["ports"][0] == "127.0.0.1:1:1" and "--grpc=0.0.0.0:1" in changed["command"]
 
 
-def test_the_image_is_small_and_runs_without_root(instructions: list[tuple[str, str]], server: Service) -> None:
+def test_the_image_is_small_and_runs_without_root(
+    instructions: list[tuple[str, str]], server: Service
+) -> None:
     (base,) = {arguments.split()[0] for name, arguments in instructions if name == "FROM"}
     assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+(@sha256:[0-9a-f]{64})?", base)
     assert _last(instructions, "USER") == server["user"] == "10001:10001"
@@ -184,20 +217,30 @@ def test_the_image_is_small_and_runs_without_root(instructions: list[tuple[str, 
     assert "org.opencontainers.image.licenses" in _last(instructions, "LABEL")
 
 
-def test_the_image_is_built_from_files_that_exist_and_that_docker_is_shown(instructions: list[tuple[str, str]]) -> None:
+def test_the_image_is_built_from_files_that_exist_and_that_docker_is_shown(
+    instructions: list[tuple[str, str]],
+) -> None:
     shown = [
-        line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line.startswith("!")
     ]
 
-    copied = [a.split()[:-1] for name, a in instructions if name == "COPY" and not a.startswith("--from")]
+    copied = [
+        a.split()[:-1] for name, a in instructions if name == "COPY" and not a.startswith("--from")
+    ]
     sources = {source for sources in copied for source in sources}
 
     assert sources == set(shown)
     assert all((ROOT / source).exists() for source in sources)
 
 
-def test_the_package_builds_from_what_the_image_copies(instructions: list[tuple[str, str]], tmp_path: Path) -> None:
-    for sources in [a.split() for name, a in instructions if name == "COPY" and not a.startswith("--from")]:
+def test_the_package_builds_from_what_the_image_copies(
+    instructions: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    for sources in [
+        a.split() for name, a in instructions if name == "COPY" and not a.startswith("--from")
+    ]:
         for source in sources[:-1]:
             target = tmp_path / source
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -217,12 +260,16 @@ def compose_redis(ledger: Service, tmp_path: Path) -> Iterator[RedisServer]:
     """Redis, started by the Compose file's command; only its place differs."""
     program, *arguments = ledger["command"]
     assert program == "redis-server"
-    server = RedisServer(tmp_path, [argument.replace(SOCKETS, str(tmp_path)) for argument in arguments]).start()
+    server = RedisServer(
+        tmp_path, [argument.replace(SOCKETS, str(tmp_path)) for argument in arguments]
+    ).start()
     yield server
     server.kill()
 
 
-def test_redis_takes_the_command_and_keeps_what_it_acknowledged_when_it_is_killed(compose_redis: RedisServer) -> None:
+def test_redis_takes_the_command_and_keeps_what_it_acknowledged_when_it_is_killed(
+    compose_redis: RedisServer,
+) -> None:
     with compose_redis.client() as client:
         # What is tested here, and by all other tests, is of the version that Compose starts.
         assert client.info("server")["redis_version"].startswith(f"{compose_version()}.")
@@ -232,7 +279,12 @@ def test_redis_takes_the_command_and_keeps_what_it_acknowledged_when_it_is_kille
             found |= client.config_get(setting)
 
         client.set("committed", 41)
-    assert found == {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction", "save": ""}
+    assert found == {
+        "appendonly": "yes",
+        "appendfsync": "always",
+        "maxmemory-policy": "noeviction",
+        "save": "",
+    }
     compose_redis.kill()
     with compose_redis.start().client() as client:
         assert client.get("committed") == "41"
@@ -249,7 +301,10 @@ def test_the_ledgers_health_check_tells_a_living_redis_from_a_dead_one(
     def healthy() -> bool:
         asked = command.replace(SOCKETS, str(tmp_path))
         return (
-            subprocess.run(["/bin/sh", "-c", asked], env=environment, capture_output=True, timeout=120).returncode == 0
+            subprocess.run(
+                ["/bin/sh", "-c", asked], env=environment, capture_output=True, timeout=120
+            ).returncode
+            == 0
         )
 
     assert healthy()
@@ -260,23 +315,40 @@ def test_the_ledgers_health_check_tells_a_living_redis_from_a_dead_one(
 # --- The server's command, and its health check -----------------------------------------------------------------
 
 
-def _health_check(instructions: list[tuple[str, str]], port: int, config: Path, **environment: str) -> str:
+def _health_check(
+    instructions: list[tuple[str, str]], port: int, config: Path, **environment: str
+) -> str:
     """What the image's health check, asked on another port, logs; empty where all is well."""
     program, option, code = json.loads(_last(instructions, "HEALTHCHECK").partition("CMD ")[2])
     assert program == "python"
     assert ":8081'" in code and "'/config/" in code
-    command = [sys.executable, option, code.replace(":8081'", f":{port}'").replace("'/config/", f"'{config}/")]
+    command = [
+        sys.executable,
+        option,
+        code.replace(":8081'", f":{port}'").replace("'/config/", f"'{config}/"),
+    ]
     checked = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+        command,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    assert (checked.returncode != 0) == bool(checked.stderr) and checked.stderr.count("\n") <= 1, checked.stderr
+    assert (checked.returncode != 0) == bool(checked.stderr) and checked.stderr.count("\n") <= 1, (
+        checked.stderr
+    )
     return checked.stderr
 
 
 def _place(argument: str, config: Path, sockets: Path, health_port: int) -> str:
     """An argument of the server's command, moved from the containers to this machine."""
     moved = argument.replace("/config/", f"{config}/").replace(SOCKETS, str(sockets))
-    return re.sub(r"0\.0\.0\.0:\d+$", "127.0.0.1:0", moved.replace("=127.0.0.1:8081", f"=127.0.0.1:{health_port}"))
+    return re.sub(
+        r"0\.0\.0\.0:\d+$",
+        "127.0.0.1:0",
+        moved.replace("=127.0.0.1:8081", f"=127.0.0.1:{health_port}"),
+    )
 
 
 def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends_on_sigterm(
@@ -286,12 +358,16 @@ def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends
     config.mkdir()
     for target, bind in _binds(server).items():
         _copy(ROOT / bind["source"], config / Path(target).name)
-    (command,) = entry_points(group="console_scripts", name=json.loads(_last(instructions, "ENTRYPOINT"))[0])
+    (command,) = entry_points(
+        group="console_scripts", name=json.loads(_last(instructions, "ENTRYPOINT"))[0]
+    )
     port = free_port()
     arguments = [_place(argument, config, tmp_path, port) for argument in server["command"]]
     log = tmp_path / "server.log"
 
-    process = server_forks().fork(command.value, [*arguments, f"--ready-file={ready}"], output=log, folder=config)
+    process = server_forks().fork(
+        command.value, [*arguments, f"--ready-file={ready}"], output=log, folder=config
+    )
     with compose_redis.client() as client:
         try:
             deadline = time.monotonic() + STARTS_WITHIN_S
@@ -304,12 +380,25 @@ def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends
             token = shown.output.strip()
             assert (shown.status, len(token)) == (0, 64)
             assert (config / ".tokenloom-index" / "token").stat().st_mode & 0o777 == 0o600
-            wait_for(lambda: f'RemoteDataset("grpc://{addresses["grpc"]}/sample"' in log.read_text("utf-8"), "the log")
-            for line in (f"http://{addresses['rest']}/#token={token}\n", f"export TOKENLOOM_TOKEN={token}\n"):
+            wait_for(
+                lambda: (
+                    f'RemoteDataset("grpc://{addresses["grpc"]}/sample"' in log.read_text("utf-8")
+                ),
+                "the log",
+            )
+            for line in (
+                f"http://{addresses['rest']}/#token={token}\n",
+                f"export TOKENLOOM_TOKEN={token}\n",
+            ):
                 assert log.read_text(encoding="utf-8").count(line) == 1
             nobody = f"http://127.0.0.1:{free_port()}"
             # A proxy of the environment is not asked.
-            assert _health_check(instructions, port, config, http_proxy=nobody, HTTP_PROXY=nobody, no_proxy="") == ""
+            assert (
+                _health_check(
+                    instructions, port, config, http_proxy=nobody, HTTP_PROXY=nobody, no_proxy=""
+                )
+                == ""
+            )
             # As docker compose exec runs it, too: the token that lies there is found.
             stats = CommandLine(tmp_path)("stats", addresses["rest"], folder=config)
             assert stats.status == 0 and "sample" in stats.output, stats.output

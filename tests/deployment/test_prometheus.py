@@ -24,32 +24,47 @@ from support.waiting import wait_for
 from tokenloom import TokenloomError
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-RULES, RULE_TESTS, CONFIG = (DEPLOY / "prometheus" / f"{name}.yml" for name in ("alerts", "alerts.test", "prometheus"))
+RULES, RULE_TESTS, CONFIG = (
+    DEPLOY / "prometheus" / f"{name}.yml" for name in ("alerts", "alerts.test", "prometheus")
+)
 BOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
 RUNBOOKS = DEPLOY.parent / "docs" / "alerts.md"
 TOKEN, READ_TOKEN = "a-token-for-trainers-0123456789", "a-token-for-prometheus-0123456789"
 SCRAPE_EVERY = "250ms"
 
 pytestmark = pytest.mark.skipif(
-    not shutil.which("prometheus") or not shutil.which("promtool"), reason="the package prometheus is not installed"
+    not shutil.which("prometheus") or not shutil.which("promtool"),
+    reason="the package prometheus is not installed",
 )
 
 
 def promtool(*arguments: object) -> None:
-    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["promtool", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def alert_rules() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"] for rule in group["rules"]]
+    return [
+        rule
+        for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+        for rule in group["rules"]
+    ]
 
 
-def test_promtool_accepts_the_example_and_every_alert_fires_where_it_should_and_nowhere_else() -> None:
+def test_promtool_accepts_the_example_and_every_alert_fires_where_it_should_and_nowhere_else() -> (
+    None
+):
     promtool("check", "config", "--syntax-only", CONFIG)
     promtool("check", "rules", RULES)
     promtool("test", "rules", RULE_TESTS)
     cases = yaml.safe_load(RULE_TESTS.read_text(encoding="utf-8"))["tests"]
-    fires = {(case["alertname"], bool(case.get("exp_alerts"))) for each in cases for case in each["alert_rule_test"]}
+    fires = {
+        (case["alertname"], bool(case.get("exp_alerts")))
+        for each in cases
+        for case in each["alert_rule_test"]
+    }
     assert fires == {(rule["alert"], fired) for rule in alert_rules() for fired in (False, True)}
 
 
@@ -129,7 +144,9 @@ class Prometheus:
 
     def alerts(self) -> dict[str, str]:
         """The state of each alert whose expression holds, by name."""
-        return {alert["labels"]["alertname"]: alert["state"] for alert in self.get("alerts")["alerts"]}
+        return {
+            alert["labels"]["alertname"]: alert["state"] for alert in self.get("alerts")["alerts"]
+        }
 
     def close(self) -> None:
         self._client.close()
@@ -164,14 +181,20 @@ def server(tmp_path: Path, redis_ledger: RedisServer, authority: Path) -> Iterat
     write_jsonl(tmp_path / "good.jsonl", rows)
     write_jsonl(tmp_path / "bad.jsonl", rows)
     lines = (tmp_path / "bad.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    (tmp_path / "bad.jsonl").write_text("".join("{\n" if i % 20 == 15 else line for i, line in enumerate(lines)))
+    (tmp_path / "bad.jsonl").write_text(
+        "".join("{\n" if i % 20 == 15 else line for i, line in enumerate(lines))
+    )
     children = [
         {"source": "jsonl:good.jsonl:text", "alias": "good", "epochs": 1000},
         {"source": "jsonl:bad.jsonl:text", "alias": "bad", "weight": 0.25},
     ]
     paths = []
     for run, more in (("kept", {"on_bad_row": "skip", "max_bad_rows": 10**9}), ("broken", {})):
-        document = mixture(run=run, window_micro_steps=8, mixture={"policy": "least_consumed", "children": children})
+        document = mixture(
+            run=run,
+            window_micro_steps=8,
+            mixture={"policy": "least_consumed", "children": children},
+        )
         paths.append(tmp_path / f"{run}.yaml")
         paths[-1].write_text(yaml.safe_dump(document | more))
     environment = {
@@ -180,14 +203,23 @@ def server(tmp_path: Path, redis_ledger: RedisServer, authority: Path) -> Iterat
         "TOKENLOOM_CACHE": str(tmp_path / "cache"),
     }
     ledger = f"{redis_ledger.url()}?socket_timeout=1"
-    flags = ["--tls-cert", authority.with_name("server.pem"), "--tls-key", authority.with_name("server.key")]
-    server = ServerProcess(tmp_path / "server", *paths, ledger=ledger, flags=flags, environment=environment).start()
+    flags = [
+        "--tls-cert",
+        authority.with_name("server.pem"),
+        "--tls-key",
+        authority.with_name("server.key"),
+    ]
+    server = ServerProcess(
+        tmp_path / "server", *paths, ledger=ledger, flags=flags, environment=environment
+    ).start()
     yield server
     server.kill()
 
 
 def world_of(server: ServerProcess, run: str, authority: Path, **options: Any) -> World:
-    return World(server.url(run).replace("grpc://", "grpcs://"), token=TOKEN, tls_ca=authority, **options)
+    return World(
+        server.url(run).replace("grpc://", "grpcs://"), token=TOKEN, tls_ca=authority, **options
+    )
 
 
 @pytest.fixture
@@ -201,8 +233,17 @@ def training(server: ServerProcess, authority: Path) -> Iterator[None]:
                 while not stop.wait(0.05):
                     world.steps(1)
                     rank = world.ranks[0]
-                    position = {"sample_index": rank.sample_index, "total_tokens": rank.total_tokens}
-                    rank.report({0: (2.5, 8), 1: (2.25, 8)}, **position, step=1, loss=2.4, learning_rate=1e-3)
+                    position = {
+                        "sample_index": rank.sample_index,
+                        "total_tokens": rank.total_tokens,
+                    }
+                    rank.report(
+                        {0: (2.5, 8), 1: (2.25, 8)},
+                        **position,
+                        step=1,
+                        loss=2.4,
+                        learning_rate=1e-3,
+                    )
         except Exception as error:
             errors.append(error)
 
@@ -215,36 +256,52 @@ def training(server: ServerProcess, authority: Path) -> Iterator[None]:
 
 
 def test_under_faults_every_panel_has_data_and_the_alerts_that_should_fire_do(
-    tmp_path: Path, server: ServerProcess, redis_ledger: RedisServer, authority: Path, training: None
+    tmp_path: Path,
+    server: ServerProcess,
+    redis_ledger: RedisServer,
+    authority: Path,
+    training: None,
 ) -> None:
     prometheus = Prometheus(tmp_path / "prometheus", server.rest, authority)
     try:
         headers = {"authorization": f"Bearer {TOKEN}"}
         url = f"https://{server.rest}/v1/runs/kept/snapshots"
-        saved = httpx.post(url, json={}, headers=headers, verify=False, trust_env=False, timeout=120)
+        saved = httpx.post(
+            url, json={}, headers=headers, verify=False, trust_env=False, timeout=120
+        )
         assert saved.is_success, saved.text
         with pytest.raises(TokenloomError), world_of(server, "broken", authority) as world:
             world.run()
         wait_for(firing(prometheus, "TokenloomFailed", "firing"), "the alert of a run that failed")
         wait_for(firing(prometheus, "TokenloomBadRows", "firing"), "the alert of bad rows")
-        wait_for(firing(prometheus, "TokenloomSourceEnds", "pending"), "the alert of a source that ends")
+        wait_for(
+            firing(prometheus, "TokenloomSourceEnds", "pending"), "the alert of a source that ends"
+        )
 
         redis_ledger.kill()
-        wait_for(firing(prometheus, "TokenloomLedgerAway", "pending"), "the alert of a ledger that is away")
+        wait_for(
+            firing(prometheus, "TokenloomLedgerAway", "pending"),
+            "the alert of a ledger that is away",
+        )
         redis_ledger.start()
         wait_for(lambda: "TokenloomLedgerAway" not in prometheus.alerts(), "the ledger")
 
         server.kill()
         wait_for(firing(prometheus, "TokenloomNoLeader", "pending"), "the alert that nobody leads")
         server.start()
-        wait_for(lambda: prometheus.query('tokenloom_reconnects_total{run="kept"} > 0'), "the ranks' streams")
+        wait_for(
+            lambda: prometheus.query('tokenloom_reconnects_total{run="kept"} > 0'),
+            "the ranks' streams",
+        )
         wait_for(lambda: "TokenloomNoLeader" not in prometheus.alerts(), "a leader")
         with pytest.raises(TokenloomError), world_of(server, "unknown", authority) as world:
             world.join()
         for query in board_queries():
             # There are no readers here; ``test_looking`` has the names of what they count.
             wait_for(
-                lambda query=query: prometheus.query(query.expression) or "tokenloom_reader_" in query.expression,  # type: ignore[misc]
+                lambda query=query: (
+                    prometheus.query(query.expression) or "tokenloom_reader_" in query.expression
+                ),  # type: ignore[misc]
                 f"data of {query}",
             )
         for rule in prometheus.get("rules")["groups"][0]["rules"]:
@@ -254,8 +311,15 @@ def test_under_faults_every_panel_has_data_and_the_alerts_that_should_fire_do(
             for mark in board["annotations"]["list"]:
                 prometheus.query(filled(mark["expr"]))
             for variable in board["templating"]["list"][1:]:
-                series, label = variable["definition"].removeprefix("label_values(").removesuffix(")").rsplit(", ", 1)
-                assert prometheus.get(f"label/{label}/values", **{"match[]": filled(series)}), variable
+                series, label = (
+                    variable["definition"]
+                    .removeprefix("label_values(")
+                    .removesuffix(")")
+                    .rsplit(", ", 1)
+                )
+                assert prometheus.get(f"label/{label}/values", **{"match[]": filled(series)}), (
+                    variable
+                )
     finally:
         prometheus.close()
 

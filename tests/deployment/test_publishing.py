@@ -23,13 +23,17 @@ def text(path: str) -> str:
 @pytest.mark.parametrize("name", ["ci.yml", "newest.yml", "nightly.yml", "release.yml"])
 def test_actions_stand_by_commit_and_jobs_have_a_limit_and_few_rights(name: str) -> None:
     content = text(f".github/workflows/{name}")
-    assert [line for line in content.splitlines() if "uses:" in line and not ACTION.search(line)] == []
+    assert [
+        line for line in content.splitlines() if "uses:" in line and not ACTION.search(line)
+    ] == []
     workflow = yaml.safe_load(content)
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():
         assert job["timeout-minutes"] <= 60
         for step in job["steps"]:
-            assert "${{" not in step.get("run", "").replace("${{ matrix.", ""), "what others may write is no code"
+            assert "${{" not in step.get("run", "").replace("${{ matrix.", ""), (
+                "what others may write is no code"
+            )
 
 
 def test_nothing_is_published_before_it_was_built_tried_and_signed() -> None:
@@ -44,22 +48,39 @@ def test_nothing_is_published_before_it_was_built_tried_and_signed() -> None:
 
 def test_hooks_run_the_programs_whose_versions_the_lock_pins() -> None:
     (local,) = yaml.safe_load(text(".pre-commit-config.yaml"))["repos"]
-    assert {hook["entry"].split()[0] for hook in local["hooks"]} == {".venv/bin/ruff", ".venv/bin/mypy"}
-    assert len(re.findall(r"^(?:ruff|mypy)==[\d.]+$", text("requirements/tests.txt"), re.MULTILINE)) == 2
+    assert {hook["entry"].split()[0] for hook in local["hooks"]} == {
+        ".venv/bin/ruff",
+        ".venv/bin/mypy",
+    }
+    assert (
+        len(re.findall(r"^(?:ruff|mypy)==[\d.]+$", text("requirements/tests.txt"), re.MULTILINE))
+        == 2
+    )
 
 
 def test_the_table_of_lower_bounds_is_pyprojects_and_its_exceptions_are_not_used() -> None:
     project = tomllib.loads(text("pyproject.toml"))["project"]
-    users = [lines for extra, lines in project["optional-dependencies"].items() if extra not in ("dev", "docs")]
+    users = [
+        lines
+        for extra, lines in project["optional-dependencies"].items()
+        if extra not in ("dev", "docs")
+    ]
     named = [Requirement(line) for lines in (project["dependencies"], *users) for line in lines]
-    lower = {need.name: [each.version for each in need.specifier if each.operator == ">="] for need in named}
+    lower = {
+        need.name: [each.version for each in need.specifier if each.operator == ">="]
+        for need in named
+    }
     bounds = {name: "".join(versions) for name, versions in lower.items() if name != "tokenloom"}
     rows = dict(re.findall(r"^\| ([a-z0-9-]+) \| ([\d.]+) \| ", text("SECURITY.md"), re.MULTILINE))
-    rest = re.findall(r"for the lower bounds of (.+?)\s+and\s+(\w+)\. ", text("SECURITY.md"), re.DOTALL)
+    rest = re.findall(
+        r"for the lower bounds of (.+?)\s+and\s+(\w+)\. ", text("SECURITY.md"), re.DOTALL
+    )
     assert rows.items() <= bounds.items()
     assert {*re.split(r",\s+", rest[0][0]), rest[0][1]} == bounds.keys() - rows.keys()
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        assert not re.search("json_format|zerocopy", path.read_text(encoding="utf-8"), re.IGNORECASE), path
+        assert not re.search(
+            "json_format|zerocopy", path.read_text(encoding="utf-8"), re.IGNORECASE
+        ), path
 
 
 def test_each_promise_of_stability_names_tests_that_are_there() -> None:

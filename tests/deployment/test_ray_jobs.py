@@ -39,7 +39,13 @@ def test_the_job_for_kuberay_has_pods_that_kubernetes_takes() -> None:
     assert (document["apiVersion"], document["kind"]) == ("ray.io/v1", "RayJob")
     spec = document["spec"]
     # KubeRay's own fields, as release 1.2 has them (ray-operator/apis/ray/v1).
-    known = {"entrypoint", "submissionMode", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"}
+    known = {
+        "entrypoint",
+        "submissionMode",
+        "backoffLimit",
+        "shutdownAfterJobFinishes",
+        "ttlSecondsAfterFinished",
+    }
     assert spec.keys() == known | {"rayClusterSpec"}
     cluster = spec["rayClusterSpec"]
     assert cluster.keys() == {"headGroupSpec", "workerGroupSpecs"}
@@ -51,10 +57,14 @@ def test_the_job_for_kuberay_has_pods_that_kubernetes_takes() -> None:
         kubernetes_validate.validate(pod, "1.31", strict=True)
         (container,) = group["template"]["spec"]["containers"]
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-        assert mounts == {str(Path(entrypoint()[2]).parent)}, "the mixture file is where the command looks for it"
+        assert mounts == {str(Path(entrypoint()[2]).parent)}, (
+            "the mixture file is where the command looks for it"
+        )
 
 
-def test_the_script_starts_a_cluster_runs_kuberays_command_on_it_and_ends_it(tmp_path: Path) -> None:
+def test_the_script_starts_a_cluster_runs_kuberays_command_on_it_and_ends_it(
+    tmp_path: Path,
+) -> None:
     document = write_texts(tmp_path, files=2)
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(document))
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -65,11 +75,21 @@ def test_the_script_starts_a_cluster_runs_kuberays_command_on_it_and_ends_it(tmp
     assert command[3:5] == ["--out", "s3://corpora/prepared"]
     at = command.index("--ray")
     assert command[at : at + 2] == ["--ray", "auto"], "which the script says itself"
-    arguments = ["mixture.yaml", "--out", "out", *command[5:at], *command[at + 2 :], "--shard-mb", "1"]
+    arguments = [
+        "mixture.yaml",
+        "--out",
+        "out",
+        *command[5:at],
+        *command[at + 2 :],
+        "--shard-mb",
+        "1",
+    ]
     with ray_folder() as folder:
         environment = {
             **os.environ,
-            "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": os.pathsep.join(
+                [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
+            ),
             "SLURM_JOB_ID": str((free_port() - 20000) // 2 % 10000),
             "SLURM_JOB_NODELIST": "node-[1-2]",
             "SLURM_CPUS_PER_TASK": "1",
@@ -81,6 +101,10 @@ def test_the_script_starts_a_cluster_runs_kuberays_command_on_it_and_ends_it(tmp
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert "in 5 shards" in done.stdout
-        assert not [each for each in psutil.process_iter(["cmdline"]) if str(folder) in str(each.info["cmdline"])]
+        assert not [
+            each
+            for each in psutil.process_iter(["cmdline"])
+            if str(folder) in str(each.info["cmdline"])
+        ]
     prepare(job_of(tmp_path, document), tmp_path / "whole", on_done=nothing, on_kept=nothing)
     assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole")

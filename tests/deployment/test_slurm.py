@@ -47,7 +47,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
         (folder / name).chmod(0o755)
     return {
         **os.environ,
-        "PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": os.pathsep.join(
+            [str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]
+        ),
         "REQUEUED": str(tmp_path / "requeued"),
         "SLURM_JOB_ID": str(os.getpid()),  # the ports of two tests at a time follow from it
         "SLURM_JOB_NODELIST": "node-[1-2]",
@@ -62,14 +64,25 @@ def environment(tmp_path: Path) -> dict[str, str]:
         ("deploy/ray/prepare.sbatch", "MIXTURE.yaml --out DIR|URL", set()),
     ],
 )
-def test_a_script_asks_for_what_slurm_knows_and_says_how_it_is_used(path: str, usage: str, special: set[str]) -> None:
+def test_a_script_asks_for_what_slurm_knows_and_says_how_it_is_used(
+    path: str, usage: str, special: set[str]
+) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
 
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
     assert len(asked) == text.count("\n#SBATCH"), "a line that SLURM would not read"
     # SLURM reads no line after the first command.
     assert text.rindex("\n#SBATCH") < text.index("\nset -")
-    known = {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time", "requeue", "open-mode", "output"}
+    known = {
+        "job-name",
+        "nodes",
+        "ntasks-per-node",
+        "cpus-per-task",
+        "time",
+        "requeue",
+        "open-mode",
+        "output",
+    }
     assert asked.keys() == known | special
     assert asked["open-mode"] == "append", "the log of before a requeue would be lost"
     assert re.fullmatch(r"B:USR1@\d+|", asked.get("signal", ""))
@@ -80,13 +93,24 @@ def test_a_script_asks_for_what_slurm_knows_and_says_how_it_is_used(path: str, u
 
 
 @pytest.mark.timeout(600)
-def test_a_job_that_is_out_of_time_is_queued_again_and_goes_on(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_job_that_is_out_of_time_is_queued_again_and_goes_on(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     mixture = tmp_path / "sample" / "mixture.yaml"
     shutil.copytree(ROOT / "examples" / "compose", mixture.parent)
     record, log = tmp_path / "record.jsonl", tmp_path / "log"
 
     def start(tasks: int, samples: int) -> subprocess.Popen[bytes]:
-        command = ["bash", SCRIPT, mixture, tmp_path / "checkpoint", "--record", record, "--samples", samples]
+        command = [
+            "bash",
+            SCRIPT,
+            mixture,
+            tmp_path / "checkpoint",
+            "--record",
+            record,
+            "--samples",
+            samples,
+        ]
         command += ["--batch-size", 8 // tasks]
         with log.open("ab") as output:
             return subprocess.Popen(

@@ -42,8 +42,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    options = ["--no-deps", "--no-index", "--disable-pip-version-check", "--quiet", "--target", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=110)
+    options = [
+        "--no-deps",
+        "--no-index",
+        "--disable-pip-version-check",
+        "--quiet",
+        "--target",
+        str(folder),
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True, timeout=110
+    )
     return folder
 
 
@@ -51,14 +60,18 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client_environment(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Search path of ``pip install 'tokenloom[torch]'``: a trainer's."""
     return _environment(
-        installed, _requirements(installed) + _requirements(installed, "torch"), tmp_path_factory.mktemp("client")
+        installed,
+        _requirements(installed) + _requirements(installed, "torch"),
+        tmp_path_factory.mktemp("client"),
     )
 
 
 @pytest.fixture(scope="session")
 def server_environment(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Search path of the server's image, whose extras are those that its packages are locked for."""
-    (image,) = re.findall(r"^compile image (.*)$", (ROOT / ".ci" / "lock").read_text(encoding="utf-8"), re.MULTILINE)
+    (image,) = re.findall(
+        r"^compile image (.*)$", (ROOT / ".ci" / "lock").read_text(encoding="utf-8"), re.MULTILINE
+    )
     extras = re.findall(r"--extra (\S+)", image)
     assert extras[0] == "server"
     requirements = _requirements(installed) + _requirements(installed, *extras)
@@ -144,7 +157,9 @@ def _content(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_the_wheel_holds_all_files_of_the_three_packages_and_the_licence_and_no_others(wheel: Path) -> None:
+def test_the_wheel_holds_all_files_of_the_three_packages_and_the_licence_and_no_others(
+    wheel: Path,
+) -> None:
     in_tree = {
         path.relative_to(ROOT / folder).as_posix()
         for package, folder in PACKAGES.items()
@@ -159,11 +174,15 @@ def test_the_wheel_holds_all_files_of_the_three_packages_and_the_licence_and_no_
 
 
 def test_the_base_dependencies_are_the_clients_alone(installed: Path) -> None:
-    assert {requirement.name for requirement in _requirements(installed)} == {*("grpcio", "protobuf", "numpy")}
+    assert {requirement.name for requirement in _requirements(installed)} == {
+        *("grpcio", "protobuf", "numpy")
+    }
 
 
 def test_the_server_extra_names_nothing_that_is_not_used(installed: Path) -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in (installed / "tokenloom_server").rglob("*.py"))
+    text = "\n".join(
+        path.read_text(encoding="utf-8") for path in (installed / "tokenloom_server").rglob("*.py")
+    )
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
 
     # uvicorn's own parser: named for its lower bound (SECURITY.md).
@@ -221,7 +240,9 @@ def test_the_client_imports_without_torch_and_little_else(
     assert "pip install 'tokenloom[torch]'" in says
 
 
-def test_the_command_names_the_extra_that_it_misses(installed: Path, client_environment: list[str]) -> None:
+def test_the_command_names_the_extra_that_it_misses(
+    installed: Path, client_environment: list[str]
+) -> None:
     result = _run(client_environment, _entry_point(installed), "serve", "mixture.yaml")
 
     assert result.returncode != 0
@@ -229,7 +250,9 @@ def test_the_command_names_the_extra_that_it_misses(installed: Path, client_envi
     assert "Traceback" not in result.stderr
 
 
-def test_every_server_module_imports_without_torch(installed: Path, server_environment: list[str]) -> None:
+def test_every_server_module_imports_without_torch(
+    installed: Path, server_environment: list[str]
+) -> None:
     server = installed / "tokenloom_server"
     names = [
         ".".join(path.relative_to(installed).with_suffix("").parts).removesuffix(".__init__")
@@ -249,7 +272,17 @@ def test_every_server_module_imports_without_torch(installed: Path, server_envir
 
 
 #: Of what a requirement names, the parts that an environment has not: what trains, and what only tests use.
-NOT_THE_SERVERS = {"torch", "transformers", "datasets", "lightning", "trl", "accelerate", "jax", "playwright", "pandas"}
+NOT_THE_SERVERS = {
+    "torch",
+    "transformers",
+    "datasets",
+    "lightning",
+    "trl",
+    "accelerate",
+    "jax",
+    "playwright",
+    "pandas",
+}
 
 
 @pytest.mark.parametrize(("extra", "most_bytes"), [("", 110e6), ("server", 400e6)])
@@ -265,10 +298,27 @@ def test_an_environment_is_light(extra: str, most_bytes: float, installed: Path)
 
 #: What a server has imported of its own requirements once it serves: what is not here is imported where it is needed.
 SERVES = {
-    *("google", "grpc", "grpc_health", "grpc_reflection", "numpy", "pyarrow", "pydantic", "typer", "xxhash", "yaml"),
+    *(
+        "google",
+        "grpc",
+        "grpc_health",
+        "grpc_reflection",
+        "numpy",
+        "pyarrow",
+        "pydantic",
+        "typer",
+        "xxhash",
+        "yaml",
+    ),
 }
 #: Prints at its end what it has imported; a server that has come so far is asked to end.
-_SERVE = ("serve", "mixture.yaml", "--grpc=127.0.0.1:0", "--rest=127.0.0.1:0", "--ready-file=ready.json")
+_SERVE = (
+    "serve",
+    "mixture.yaml",
+    "--grpc=127.0.0.1:0",
+    "--rest=127.0.0.1:0",
+    "--ready-file=ready.json",
+)
 _REPORT = """
 import atexit, json, os, signal, threading, time
 def stop():
@@ -280,7 +330,9 @@ atexit.register(lambda: print(json.dumps([*{name.partition(".")[0] for name in s
 """
 
 
-@pytest.mark.parametrize(("command", "expected"), [("--help", {"pydantic", "rich", "typer"}), ("serve", SERVES)])
+@pytest.mark.parametrize(
+    ("command", "expected"), [("--help", {"pydantic", "rich", "typer"}), ("serve", SERVES)]
+)
 def test_a_command_imports_what_it_needs_and_no_more(
     command: str, expected: set[str], installed: Path, server_environment: list[str], tmp_path: Path
 ) -> None:
@@ -290,9 +342,14 @@ def test_a_command_imports_what_it_needs_and_no_more(
     result = _run(server_environment, _REPORT + _entry_point(installed), *arguments, str(tmp_path))
 
     assert result.returncode == 0, result.stderr
-    assert command == "serve" or all(each in result.stdout for each in ("serve", "validate", "plan", "demo"))
+    assert command == "serve" or all(
+        each in result.stdout for each in ("serve", "validate", "plan", "demo")
+    )
     imported = set(json.loads(result.stdout.splitlines()[-1]))
-    assert imported & _import_names(_requirements(installed) + _requirements(installed, "server")) == expected
+    assert (
+        imported & _import_names(_requirements(installed) + _requirements(installed, "server"))
+        == expected
+    )
 
 
 def test_a_server_without_the_fast_tokeniser_goes_on_with_a_run_that_began_with_it(
@@ -310,16 +367,18 @@ def test_a_server_without_the_fast_tokeniser_goes_on_with_a_run_that_began_with_
         ledger.create_run("a", "train", "0" * 32, record.to_json())
 
     environment = _environment(installed, without, tmp_path_factory.mktemp("slow"))
-    (tmp_path / "new.yaml").write_text((tmp_path / "mixture.yaml").read_text().replace("run: a", "run: b"))
+    (tmp_path / "new.yaml").write_text(
+        (tmp_path / "mixture.yaml").read_text().replace("run: a", "run: b")
+    )
     arguments = (*_SERVE, "new.yaml", "--ledger=sqlite:///tokenloom.db", str(tmp_path))
     result = _run(environment, _REPORT + _entry_point(installed), *arguments)
 
     assert result.returncode == 0, result.stderr
     says = rf"a: tokeniser engine tokenizers .*: the run began with gigatoken {record.engine.version}; .*the same ids"
-    assert re.search(rf"{says} for 22 probes and 100 rows; .*pip install 'tokenloom\[fast\]'", result.stderr)
-    says = (
-        r"b: tokeniser engine tokenizers .*: the fast engine, gigatoken, is not installed; so tokenizers .* is used: "
+    assert re.search(
+        rf"{says} for 22 probes and 100 rows; .*pip install 'tokenloom\[fast\]'", result.stderr
     )
+    says = r"b: tokeniser engine tokenizers .*: the fast engine, gigatoken, is not installed; so tokenizers .* is used: "
     assert re.search(rf"{says}it makes .*pip install 'tokenloom\[fast\]'", result.stderr)
 
 
@@ -333,7 +392,9 @@ def _write_mixture(folder: Path, tokenizer: str) -> Path:
     return path
 
 
-def test_the_demonstration_says_that_it_needs_torch(installed: Path, server_environment: list[str]) -> None:
+def test_the_demonstration_says_that_it_needs_torch(
+    installed: Path, server_environment: list[str]
+) -> None:
     result = _run(server_environment, _entry_point(installed), "demo", "--folder", "never-made")
 
     assert result.returncode == 2

@@ -16,10 +16,16 @@ from docsite.reference.markdown import prose, table
 
 
 def test_every_command_has_its_section_with_every_option() -> None:
-    sections = dict(re.findall(r"^## (tokenloom.*)\n((?:.|\n)*?)(?=^## |\Z)", commands.every_option(), re.MULTILINE))
+    sections = dict(
+        re.findall(
+            r"^## (tokenloom.*)\n((?:.|\n)*?)(?=^## |\Z)", commands.every_option(), re.MULTILINE
+        )
+    )
     for path, command in cli_commands():
         if not getattr(command, "commands", {}):
-            names = [name for option in command.params for name in option.opts if name.startswith("--")]
+            names = [
+                name for option in command.params for name in option.opts if name.startswith("--")
+            ]
             assert [name for name in names if name not in sections[path]] == [], path
     assert "control token" in sections["tokenloom token"]
 
@@ -29,16 +35,20 @@ def test_every_field_of_the_mixture_file_is_in_the_table_of_its_section() -> Non
     tables = "".join(make() for make in mixture_file.tables().values())
     rows = re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE)
     sections = [section for section in definitions.values() if "properties" in section]
-    assert sum(len(section["properties"]) for section in sections) + len(mixture_schema(CATALOG)["properties"]) == len(
-        rows
-    )
+    assert sum(len(section["properties"]) for section in sections) + len(
+        mixture_schema(CATALOG)["properties"]
+    ) == len(rows)
 
 
 def test_every_message_of_the_wire_is_there_with_its_comment() -> None:
     headings = re.findall(r"^### (\w+)$", wire.contract(), re.MULTILINE)
     file = dataloader_pb2.DESCRIPTOR
-    assert sorted(headings) == sorted([*file.services_by_name, *file.message_types_by_name, *file.enum_types_by_name])
-    assert "### Progress\n\n```protobuf\n// Sent when there is something to report" in wire.contract()
+    assert sorted(headings) == sorted(
+        [*file.services_by_name, *file.message_types_by_name, *file.enum_types_by_name]
+    )
+    assert (
+        "### Progress\n\n```protobuf\n// Sent when there is something to report" in wire.contract()
+    )
 
 
 def test_every_object_that_a_route_names_has_its_section() -> None:
@@ -56,6 +66,11 @@ def test_every_public_name_of_the_client_is_there_but_errors() -> None:
 
 
 def test_texts_of_the_program_become_markdown() -> None:
-    assert prose("See ``docs/rows.md#bad-rows``, or ``a``.") == "See [rows.md#bad-rows](rows.md#bad-rows), or `a`."
+    assert (
+        prose("See ``docs/rows.md#bad-rows``, or ``a``.")
+        == "See [rows.md#bad-rows](rows.md#bad-rows), or `a`."
+    )
     assert table(["a"], [["`x|y`\n  z"]]) == "| a |\n| --- |\n| `x\\|y` z |\n"
-    assert as_python_markdown("<!-- a -->\n| `x\\|y` \\| z |\n") == "<!-- a -->\n\n| `x|y` \\| z |\n"
+    assert (
+        as_python_markdown("<!-- a -->\n| `x\\|y` \\| z |\n") == "<!-- a -->\n\n| `x|y` \\| z |\n"
+    )

@@ -33,7 +33,9 @@ from docsite.repository import HOST, ROOT, links_of_site
         ("README.md", "#start", "#start"),
     ],
 )
-def test_a_link_that_works_in_the_repository_works_on_the_site(page: str, target: str, on_site: str) -> None:
+def test_a_link_that_works_in_the_repository_works_on_the_site(
+    page: str, target: str, on_site: str
+) -> None:
     assert links_of_site(f"[`text`]({target}).", page) == f"[`text`]({on_site})."
 
 
@@ -89,9 +91,15 @@ def test_what_is_loaded_from_another_host_is_a_fault(name: str, text: str, tmp_p
 
 
 def test_what_a_reader_follows_is_no_fault(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text('<a href="https://example.org">there</a><script src="a.js"></script>')
-    (tmp_path / "a.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"><use href="#a"/></svg>')
-    (tmp_path / "a.css").write_text("a { background: url(data:image/svg+xml;charset=utf-8,http://www.w3.org/) }")
+    (tmp_path / "a.html").write_text(
+        '<a href="https://example.org">there</a><script src="a.js"></script>'
+    )
+    (tmp_path / "a.svg").write_text(
+        '<svg xmlns="http://www.w3.org/2000/svg"><use href="#a"/></svg>'
+    )
+    (tmp_path / "a.css").write_text(
+        "a { background: url(data:image/svg+xml;charset=utf-8,http://www.w3.org/) }"
+    )
     assert list(loads_from_elsewhere(tmp_path)) == []
 
 

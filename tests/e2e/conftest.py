@@ -29,8 +29,15 @@ from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
 LENGTH = 16
 END = "<|endoftext|>"
-SPECS = ("parquet:code-*.parquet:text", "txt:prose.txt:text", "jsonl:docs.jsonl:body", "arrow:wiki:input_ids")
-_TEXT = "the quick brown fox jumps over lazy dogs while naïve 日本 tokens 😀 flow from disk to tensors"
+SPECS = (
+    "parquet:code-*.parquet:text",
+    "txt:prose.txt:text",
+    "jsonl:docs.jsonl:body",
+    "arrow:wiki:input_ids",
+)
+_TEXT = (
+    "the quick brown fox jumps over lazy dogs while naïve 日本 tokens 😀 flow from disk to tensors"
+)
 _WORDS = _TEXT.split()
 
 
@@ -58,7 +65,10 @@ class Corpus:
                     {
                         "policy": "weighted",
                         "alias": "notes",
-                        "children": [{"source": SPECS[2], "alias": "docs", "weight": 0.75}, {"source": SPECS[3]}],
+                        "children": [
+                            {"source": SPECS[2], "alias": "docs", "weight": 0.75},
+                            {"source": SPECS[3]},
+                        ],
                     },
                 ],
             },
@@ -91,7 +101,9 @@ class Corpus:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = tmp_path_factory.mktemp("corpus")
-    code, prose, docs, wiki = (_documents(seed, count) for seed, count in enumerate((44, 7, 33, 22)))
+    code, prose, docs, wiki = (
+        _documents(seed, count) for seed, count in enumerate((44, 7, 33, 22))
+    )
     docs[3] += f" {END} is only text here"
     docs[5] = ""
     tokenizer = _tokenizer([*code, *prose, *docs, *wiki])
@@ -105,7 +117,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     lines = [json.dumps({"number": number, "body": text}) for number, text in enumerate(docs)]
     (folder / "docs.jsonl").write_text("\n".join(lines), encoding="utf-8")
     ids = [tokenizer.encode(text).ids for text in wiki]
-    _quietly(lambda: datasets.Dataset.from_dict({"input_ids": ids}).save_to_disk(str(folder / "wiki"), num_shards=2))
+    _quietly(
+        lambda: datasets.Dataset.from_dict({"input_ids": ids}).save_to_disk(
+            str(folder / "wiki"), num_shards=2
+        )
+    )
 
     streams, ends = [], []
     for documents in (code, prose * 2, docs, wiki):
@@ -127,7 +143,10 @@ def _tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
-        vocab_size=320, special_tokens=[END], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+        vocab_size=320,
+        special_tokens=[END],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
@@ -144,14 +163,18 @@ def _quietly(write: Callable[[], None]) -> None:
 @pytest.fixture(scope="session")
 def sequence(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     """The run's one order, as a server gives it to one rank without interruption, checked against the files."""
-    server = ServerProcess(tmp_path_factory.mktemp("reference"), corpus.mixture("reference")).start()
+    server = ServerProcess(
+        tmp_path_factory.mktemp("reference"), corpus.mixture("reference")
+    ).start()
     try:
         with World(server.url("reference")) as world:
             samples = world.run().receipt.sequence()
     finally:
         server.terminate()
     for source in range(len(SPECS)):
-        assert [sample.ids for sample in samples if sample.source == source] == corpus.expected(source)
+        assert [sample.ids for sample in samples if sample.source == source] == corpus.expected(
+            source
+        )
     return samples
 
 
@@ -171,7 +194,11 @@ def _starting(folder: Path) -> Iterator[StartServer]:
     servers: list[ServerProcess] = []
 
     def start(*mixtures: Path, **options: Any) -> ServerProcess:
-        servers.append(ServerProcess(folder / options.pop("name", f"server-{len(servers)}"), *mixtures, **options))
+        servers.append(
+            ServerProcess(
+                folder / options.pop("name", f"server-{len(servers)}"), *mixtures, **options
+            )
+        )
         return servers[-1].start()
 
     yield start

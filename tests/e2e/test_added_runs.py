@@ -37,7 +37,9 @@ def post(server: ServerProcess, path: str, **body: object) -> httpx.Response:
 
 
 def broken(server: ServerProcess) -> dict[str, tuple[str, bool]]:
-    return {each["run"]: (each["error"], each["served"]) for each in server.get("/v1/runs")["broken"]}
+    return {
+        each["run"]: (each["error"], each["served"]) for each in server.get("/v1/runs")["broken"]
+    }
 
 
 def test_runs_are_added_reloaded_and_removed_while_another_trains(
@@ -49,7 +51,9 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
         stays.steps(3)
         added = tokenloom("runs", "add", server.rest, file)
         assert added.status == 0, added.output
-        assert "comes: added" in added.output and "where the server is started with it" in added.output
+        assert (
+            "comes: added" in added.output and "where the server is started with it" in added.output
+        )
         stays.steps(3)
         with World(server.url("comes"), 2, 2) as comes:
             comes.steps(4)
@@ -60,15 +64,22 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
             revised(file)
             refused = tokenloom("runs", "reload", server.rest, "comes")
             assert refused.status == 2
-            assert "mixture.children.0.weight" in refused.output and "runs reload --reason" in refused.output
+            assert (
+                "mixture.children.0.weight" in refused.output
+                and "runs reload --reason" in refused.output
+            )
             comes.steps(2)
             reloaded = tokenloom("runs", "reload", server.rest, "comes", "--reason", "less code")
             assert reloaded.status == 0, reloaded.output
             assert re.search(r"Revision 1 holds from sample \d+ on\.", reloaded.output)
-            assert [each["reason"] for each in server.get("/v1/runs/comes/mixture")["revisions"]] == ["less code"]
+            assert [
+                each["reason"] for each in server.get("/v1/runs/comes/mixture")["revisions"]
+            ] == ["less code"]
             comes.steps(2)
             state, index = comes.state(), comes.sample_index
-            wait_for(lambda: server.get("/v1/runs/comes/stats")["sample_index"] == index, "the commit")
+            wait_for(
+                lambda: server.get("/v1/runs/comes/stats")["sample_index"] == index, "the commit"
+            )
             removed = tokenloom("runs", "remove", server.rest, "comes")
             assert removed.status == 0, removed.output
             with pytest.raises(NotFound, match="was removed from this server; the ledger keeps it"):
@@ -82,7 +93,11 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
             assert again.state() != state
         assert stays.receipt.sequence() == sequence[:18]
     server.terminate()
-    lines = [json.loads(line) for line in server.log.splitlines() if not line.startswith("tokenloom is ready")]
+    lines = [
+        json.loads(line)
+        for line in server.log.splitlines()
+        if not line.startswith("tokenloom is ready")
+    ]
     assert {line.get("run") for line in lines} >= {"stays", "comes", None}
 
 
@@ -107,13 +122,18 @@ def test_a_folder_is_followed_and_one_broken_file_leaves_the_others_alone(
     assert "sequence_length" in server.log
     assert 'tokenloom_run_broken{run="bad"} 1.0' in server.request("GET", "/metrics").text
     assert "bad: not served" in tokenloom("runs", "list", server.rest).output
-    with pytest.raises(NotFound, match=r"(?s)bad.yaml.*tokenloom runs reload"), World(server.url("bad")) as none:
+    with (
+        pytest.raises(NotFound, match=r"(?s)bad.yaml.*tokenloom runs reload"),
+        World(server.url("bad")) as none,
+    ):
         none.join()
     with World(server.url("first")) as world:
         world.steps(2)
         # One that is written to for a while is taken once it is whole.
         corpus.mixture("second").rename(folder / "bad.yaml")
-        wait_for(lambda: server.get("/v1/runs")["runs"] == ["first", "second"], "the file to be taken")
+        wait_for(
+            lambda: server.get("/v1/runs")["runs"] == ["first", "second"], "the file to be taken"
+        )
         assert broken(server) == {}
         text = corpus.mixture("sent").read_text()
         (folder / "sent.yaml").unlink()
@@ -123,10 +143,14 @@ def test_a_folder_is_followed_and_one_broken_file_leaves_the_others_alone(
         assert post(server, "/v1/runs", mixture=text).status_code == 422
         assert post(server, "/v1/runs", mixture=BROKEN).status_code == 422
         first.write_text(BROKEN)
-        wait_for(lambda: broken(server) == {"first": ("ConfigError", True)}, "the file to be refused")
+        wait_for(
+            lambda: broken(server) == {"first": ("ConfigError", True)}, "the file to be refused"
+        )
         world.steps(2)
         bad.unlink()
-        wait_for(lambda: server.get("/v1/runs")["runs"] == ["first", "sent"], "the run to be removed")
+        wait_for(
+            lambda: server.get("/v1/runs")["runs"] == ["first", "sent"], "the run to be removed"
+        )
         world.steps(2)
     remote = Remote(server.rest, {})
     listed = remote.about()
@@ -227,7 +251,11 @@ def test_a_run_that_is_removed_leaves_no_thread_no_file_and_no_object(
     in_process: Server, corpus: Corpus, tmp_path: Path, ranks: int
 ) -> None:
     def files() -> set[str]:
-        return {name for fd in Path("/proc/self/fd").iterdir() if (name := link(fd)).startswith(str(corpus.folder))}
+        return {
+            name
+            for fd in Path("/proc/self/fd").iterdir()
+            if (name := link(fd)).startswith(str(corpus.folder))
+        }
 
     runs = in_process._runs
     assert runs is not None
@@ -237,13 +265,18 @@ def test_a_run_that_is_removed_leaves_no_thread_no_file_and_no_object(
     options = {"reconnect_timeout_s": 20}
     with World(f"grpc://{in_process.grpc_address}/leaves", ranks, 1, **options) as world:
         world.steps(2)
-        threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("leaves-")}
+        threads = {
+            thread.name for thread in threading.enumerate() if thread.name.startswith("leaves-")
+        }
         assert {"leaves-producer", "leaves-committer", "leaves-lease", "leaves-streams"} < threads
         runs.remove("leaves")
         with pytest.raises(TokenloomError, match="removed"):
             world.steps(100)
     wait_for(
-        lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("leaves")], "the threads"
+        lambda: (
+            not [thread for thread in threading.enumerate() if thread.name.startswith("leaves")]
+        ),
+        "the threads",
     )
     wait_for(lambda: files() <= before, "the files to be closed")
     wait_for(lambda: served() is None, "the memory to be free")
@@ -271,7 +304,9 @@ def test_a_path_that_is_no_mixture_file_is_refused_by_its_name_without_waiting(
         "/a\x00b": "control characters",
         "/a\nb": "control characters",
     }.items():
-        answer = httpx.post(f"{in_process.page_url}v1/runs", json={"file": path}, trust_env=False, timeout=120)
+        answer = httpx.post(
+            f"{in_process.page_url}v1/runs", json={"file": path}, trust_env=False, timeout=120
+        )
         assert answer.status_code == 422, path
         assert says in answer.json()["message"], path
         assert answer.json()["error"] == "ConfigError", path

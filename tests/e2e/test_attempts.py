@@ -23,7 +23,10 @@ def test_a_second_launch_is_refused_while_the_first_lives_and_may_take_over_on_p
     try:
         wait_for(lambda: len(trainer.lines()) == 5, "five steps")
         connection = ConnectionOptions(connect_timeout_s=3)
-        with RemoteDataset(url, 1, resume="latest", connection=connection) as second, pytest.raises(RunBusy) as refusal:
+        with (
+            RemoteDataset(url, 1, resume="latest", connection=connection) as second,
+            pytest.raises(RunBusy) as refusal,
+        ):
             iter(second)
         for part in ("generation 1", "1 ranks", "since 20", "takeover=True"):
             assert part in str(refusal.value)
@@ -46,13 +49,23 @@ def test_a_launch_whose_rank_0_was_killed_keeps_nobody_out_but_one_that_stands_s
 
     def launched(**options: Any) -> RemoteDataset:
         connection = ConnectionOptions(connect_timeout_s=3)
-        return RemoteDataset(server.url("killed"), 1, resume="latest", connection=connection, **options)
+        return RemoteDataset(
+            server.url("killed"), 1, resume="latest", connection=connection, **options
+        )
 
-    plan = {"url": server.url("killed"), "batch_size": 1, "pause_at": 5, "options": {"resume": "latest"}}
+    plan = {
+        "url": server.url("killed"),
+        "batch_size": 1,
+        "pause_at": 5,
+        "options": {"resume": "latest"},
+    }
     trainer = Trainer(tmp_path, "killed", {}, **plan)
     wait_for(lambda: len(trainer.lines()) == 5, "five steps")
     trainer.pause()
-    with launched() as second, pytest.raises(RunBusy, match=r"so another may begin in \d\d s or later"):
+    with (
+        launched() as second,
+        pytest.raises(RunBusy, match=r"so another may begin in \d\d s or later"),
+    ):
         iter(second)
     trainer.kill()
     # Its stream ends a moment after it: until then a launch is refused, and comes again.
@@ -62,13 +75,18 @@ def test_a_launch_whose_rank_0_was_killed_keeps_nobody_out_but_one_that_stands_s
     assert caplog.text.count("so another may begin in") == 1
 
 
-def test_a_rank_that_stops_is_named_and_the_others_get_an_error(corpus: Corpus, start_server: StartServer) -> None:
-    server = start_server(corpus.mixture("stalled", window_micro_steps=3), flags=("--rank-timeout", 5))
+def test_a_rank_that_stops_is_named_and_the_others_get_an_error(
+    corpus: Corpus, start_server: StartServer
+) -> None:
+    server = start_server(
+        corpus.mixture("stalled", window_micro_steps=3), flags=("--rank-timeout", 5)
+    )
     with World(server.url("stalled"), 2, 1, prefetch_steps=2) as world:
         world.steps(2)
         iterator = iter(world.ranks[0])
         with pytest.raises(
-            RankStalled, match=r"rank 1 \(connected, last heard \d s ago, at sample 4, \d+ less than the"
+            RankStalled,
+            match=r"rank 1 \(connected, last heard \d s ago, at sample 4, \d+ less than the",
         ):
             for _ in range(10):
                 next(iterator)

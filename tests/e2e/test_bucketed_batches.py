@@ -59,7 +59,9 @@ def test_rows_arrive_as_they_are(folder: Path, whole: tuple[list[dict[str, Any]]
         assert batch["dataset_id"] == ("parquet:latents/*.parquet:*", "arrow:more:*")[source]
         for place, caption in enumerate(batch["caption"]):
             row = rows[source][caption]
-            assert torch.equal(batch["latent"][place], torch.tensor(row["latent"], dtype=torch.float16))
+            assert torch.equal(
+                batch["latent"][place], torch.tensor(row["latent"], dtype=torch.float16)
+            )
             assert (batch["aspect"][place], int(batch["row"][place])) == (row["aspect"], row["row"])
         batch["latent"] += 1  # it is the trainer's own
         assert batch["sample_ids"].tolist() == list(range(end, end + SIZE))
@@ -94,20 +96,32 @@ def test_two_ranks_whose_server_is_killed_are_resumed_on_one_without_loss_or_rep
         for batch in pair:
             by_sample |= dict(zip(batch["sample_ids"].tolist(), batch["caption"], strict=True))
     assert [by_sample[index] for index in sorted(by_sample)] == expected[: 9 * SIZE]
-    dataset = RemoteDataset(server.url(RUN), batch_size=SIZE, rank=0, world_size=1, attempt="one", takeover=True)
+    dataset = RemoteDataset(
+        server.url(RUN), batch_size=SIZE, rank=0, world_size=1, attempt="one", takeover=True
+    )
     dataset.load_state_dict(two[0].state_dict())
     with dataset:
-        assert [caption for batch in dataset for caption in batch["caption"]] == expected[9 * SIZE :]  # type: ignore[typeddict-item]
+        assert [caption for batch in dataset for caption in batch["caption"]] == expected[
+            9 * SIZE :
+        ]  # type: ignore[typeddict-item]
         assert dataset.digest == whole[1]
     for each in two:
         each.close()
 
 
-def test_what_does_not_divide_the_global_batch_is_refused_with_the_reason(server: ServerProcess) -> None:
+def test_what_does_not_divide_the_global_batch_is_refused_with_the_reason(
+    server: ServerProcess,
+) -> None:
     options: dict[str, Any] = {"rank": 0, "attempt": "refused", "resume": "fresh", "takeover": True}
     for size, says in (
-        ({"world_size": 3}, "4 cannot be divided among 3 ranks: launch a number of ranks that divides 4"),
-        ({"world_size": 2, "batch_size": 4}, "which are 2 for each of 2 ranks: leave batch_size out"),
+        (
+            {"world_size": 3},
+            "4 cannot be divided among 3 ranks: launch a number of ranks that divides 4",
+        ),
+        (
+            {"world_size": 2, "batch_size": 4},
+            "which are 2 for each of 2 ranks: leave batch_size out",
+        ),
     ):
         with (
             RemoteDataset(server.url(RUN), **options, **size) as dataset,
@@ -136,30 +150,46 @@ def test_whoever_looks_sees_whole_batches(
 def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_refused(
     folder: Path, start_server: StartServer
 ) -> None:
-    children = [{"source": "parquet:latents/*.parquet:*", "epochs": 2}, {"source": "arrow:more:*", "weight": 3}]
+    children = [
+        {"source": "parquet:latents/*.parquet:*", "epochs": 2},
+        {"source": "arrow:more:*", "weight": 3},
+    ]
     mixture = {"policy": "weighted", "children": children}
     mixtures = []
-    for name, fields in (("base", {}), ("fork", {"mixture": mixture}), ("other", {"mixture": mixture, "seed": 6})):
+    for name, fields in (
+        ("base", {}),
+        ("fork", {"mixture": mixture}),
+        ("other", {"mixture": mixture, "seed": 6}),
+    ):
         mixtures.append(folder / f"{name}.yaml")
         mixtures[-1].write_text(yaml.safe_dump(document(run=name, **fields)))
     server = start_server(*mixtures)
     with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="base") as base:
         begun: list[Any] = [batch for batch, _ in zip(base, range(5), strict=False)]
         state = base.state_dict(20)
-    with RemoteDataset(server.url("fork"), rank=0, world_size=1, attempt="fork", fork_from=state) as fork:
+    with RemoteDataset(
+        server.url("fork"), rank=0, world_size=1, attempt="fork", fork_from=state
+    ) as fork:
         rest: list[Any] = list(fork)
     assert rest[0]["sample_ids"].tolist() == [20, 21, 22, 23]
     of_more = [
-        caption for batch in begun + rest if batch["dataset_id"] == "arrow:more:*" for caption in batch["caption"]
+        caption
+        for batch in begun + rest
+        if batch["dataset_id"] == "arrow:more:*"
+        for caption in batch["caption"]
     ]
     assert len(set(of_more)) == len(of_more), "each row once, whichever run had it"
     with (
         RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="older") as older,
-        pytest.raises(TokenloomError, match="an older data loader's checkpoint names rows of files"),
+        pytest.raises(
+            TokenloomError, match="an older data loader's checkpoint names rows of files"
+        ),
     ):
         entry = {"spec": "arrow:more:*", "shard": "more/data-00000-of-00001.arrow", "row_offset": 4}
         older.load_state_dict({"resume_state": {"datasets": [entry]}})
         next(iter(older))
-    other = RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state)
+    other = RemoteDataset(
+        server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state
+    )
     with other, pytest.raises(TokenloomError, match="seed is 5 in run 'base' and 6 in 'other'"):
         next(iter(other))

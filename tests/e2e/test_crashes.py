@@ -41,14 +41,30 @@ ROWS, CULPRIT = 2400, 2100
 def texts(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A source with a deadly row, and an interpreter that is prone to it."""
     draw = random.Random(5)
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "tokens", "flow"]
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "lazy",
+        "dogs",
+        "while",
+        "tokens",
+        "flow",
+    ]
     texts = [f"{row} " + " ".join(draw.choices(words, k=110)) for row in range(ROWS)]
     texts[CULPRIT] += MARK
     lines = "\n".join(json.dumps({"body": text}) for text in texts)
     (corpus.folder / "deadly.jsonl").write_text(lines, encoding="utf-8")
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(_DEADLY.replace("{mark}", MARK), encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        _DEADLY.replace("{mark}", MARK), encoding="utf-8"
+    )
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    )
     return texts
 
 
@@ -89,8 +105,15 @@ def test_a_document_that_kills_one_engine_is_encoded_by_the_other_and_the_order_
     assert found == expected[: len(found)]
     assert len(expected) - len(found) < 8
     assert "rows " in server.log
-    line = next(line for line in server.log.splitlines() if "its ids come from the other engine" in line)
-    for part in ("jsonl:deadly.jsonl:body: deadly.jsonl", f"row {CULPRIT}:", "gigatoken", "ended by SIGSEGV"):
+    line = next(
+        line for line in server.log.splitlines() if "its ids come from the other engine" in line
+    )
+    for part in (
+        "jsonl:deadly.jsonl:body: deadly.jsonl",
+        f"row {CULPRIT}:",
+        "gigatoken",
+        "ended by SIGSEGV",
+    ):
         assert part in line
     # An orderly end and another start: the row is known now, and nobody has to die of it again.
     server.terminate()
@@ -99,4 +122,6 @@ def test_a_document_that_kills_one_engine_is_encoded_by_the_other_and_the_order_
         world.run()
         assert [sample.ids for sample in world.receipt.sequence()] == expected
     index = server.log_path.parent / "index"
-    assert [path.name for path in index.glob("survived@*") if path.suffix == ".json"] == ["survived@suspects.json"]
+    assert [path.name for path in index.glob("survived@*") if path.suffix == ".json"] == [
+        "survived@suspects.json"
+    ]

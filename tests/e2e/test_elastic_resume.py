@@ -12,14 +12,17 @@ from support.server_process import ServerProcess
 from support.trainer import Receipt, Sample, World, rolling_digest
 
 
-def assert_counted(server: ServerProcess, run: str, corpus: Corpus, committed: list[Sample]) -> None:
+def assert_counted(
+    server: ServerProcess, run: str, corpus: Corpus, committed: list[Sample]
+) -> None:
     """The ledger holds exactly what a recount of the tensors gives."""
     found = ledger_view.committed(server.ledger, run)
     assert found is not None
     tokens, rows = corpus.tokens(committed), corpus.rows(committed)
     assert found["sample_index"] == len(committed)
     assert found["counters"] == {
-        spec: {"samples": count // LENGTH, "rows": rows[spec], "tokens": count} for spec, count in tokens.items()
+        spec: {"samples": count // LENGTH, "rows": rows[spec], "tokens": count}
+        for spec, count in tokens.items()
     }
 
 
@@ -84,12 +87,17 @@ def test_every_state_leads_to_the_rest_of_the_run_and_so_does_a_state_taken_afte
             continue
         with World(server.url(run), state=second) as twice:
             twice.run()
-            assert twice.receipt.sequence(again) == sequence[again:], f"resumed at {index}, then at {again}"
+            assert twice.receipt.sequence(again) == sequence[again:], (
+                f"resumed at {index}, then at {again}"
+            )
             assert twice.digest == digests[end]
 
 
 def test_a_job_goes_on_from_its_checkpoint_on_nodes_without_its_ledger_and_back_on_the_first(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, rpc: Callable[[ServerProcess], Rpc]
+    corpus: Corpus,
+    sequence: list[Sample],
+    start_server: StartServer,
+    rpc: Callable[[ServerProcess], Rpc],
 ) -> None:
     run = "moved"
     mixture = corpus.mixture(run, window_micro_steps=4)
@@ -103,8 +111,16 @@ def test_a_job_goes_on_from_its_checkpoint_on_nodes_without_its_ledger_and_back_
     uids = [json.loads(checkpoint["tokenloom"])["run_uid"]]
 
     # Other numbers of ranks, and nodes that have nothing; the last is the first again, with its old ledger.
-    for node, world_size, batch_size, steps in (("node-1", 3, 1, 4), ("node-2", 1, 4, 5), ("node-0", 2, 2, 3)):
-        server = first.start() if node == "node-0" else start_server(mixture, name=node, flags=("--liveness", 1))
+    for node, world_size, batch_size, steps in (
+        ("node-1", 3, 1, 4),
+        ("node-2", 1, 4, 5),
+        ("node-0", 2, 2, 3),
+    ):
+        server = (
+            first.start()
+            if node == "node-0"
+            else start_server(mixture, name=node, flags=("--liveness", 1))
+        )
         at = len(received.samples)
         with World(server.url(run), world_size, batch_size, state=checkpoint) as world:
             world.join()

@@ -23,7 +23,14 @@ from support.redirecting import Redirecting
 from support.redis_server import RedisServer
 from support.server_process import CommandLine, ServerProcess
 from support.trainer import World, with_connection
-from tokenloom import ConnectionOptions, Forbidden, PeekDataset, RemoteDataset, ServerUnavailable, Unauthenticated
+from tokenloom import (
+    ConnectionOptions,
+    Forbidden,
+    PeekDataset,
+    RemoteDataset,
+    ServerUnavailable,
+    Unauthenticated,
+)
 from tokenloom_server.api.tls import Tls
 from tokenloom_server.errors import ConfigError
 
@@ -75,7 +82,9 @@ def test_a_trainer_brings_the_token_and_who_only_looks_needs_no_more_than_the_on
     (tmp_path / "reader").mkdir()
     file = token_file(tmp_path / "reader", READ)
     shown = tokenloom("peek", url, "--token-file", file, "--samples", 2, "--json", "--at", 0)
-    assert [json.loads(line)["ids"] for line in shown.output.splitlines()] == [ids for (ids,) in batches[:2]]
+    assert [json.loads(line)["ids"] for line in shown.output.splitlines()] == [
+        ids for (ids,) in batches[:2]
+    ]
     figures = tokenloom("stats", server.rest_url, "--token-file", file)
     assert (figures.status, RUN in figures.output) == (0, True), figures.output
     elsewhere = "would travel to 192.0.2.1 unencrypted"
@@ -89,10 +98,14 @@ def test_a_trainer_brings_the_token_and_who_only_looks_needs_no_more_than_the_on
         assert (done.status, said in " ".join(done.output.split())) == (2, True), done.output
     file.chmod(0o644)
     loose = tokenloom("stats", server.rest_url, "--token-file", file)
-    assert (loose.status, "has mode 0644" in " ".join(loose.output.split())) == (2, True), loose.output
+    assert (loose.status, "has mode 0644" in " ".join(loose.output.split())) == (2, True), (
+        loose.output
+    )
 
 
-def test_a_token_is_not_sent_on_to_where_a_server_redirects(tmp_path: Path, tokenloom: CommandLine) -> None:
+def test_a_token_is_not_sent_on_to_where_a_server_redirects(
+    tmp_path: Path, tokenloom: CommandLine
+) -> None:
     file = token_file(tmp_path, READ)
     with Redirecting() as site:
         tokenloom("stats", site.url, "--token-file", file)
@@ -104,7 +117,9 @@ def test_a_token_is_not_sent_on_to_where_a_server_redirects(tmp_path: Path, toke
 # Who listens where
 
 
-def test_without_a_token_only_this_machine_is_listened_to(mixture: Path, tokenloom: CommandLine) -> None:
+def test_without_a_token_only_this_machine_is_listened_to(
+    mixture: Path, tokenloom: CommandLine
+) -> None:
     for option, other, host in (
         ("--grpc", "--rest", "0.0.0.0"),
         ("--rest", "--grpc", "[::]"),
@@ -114,12 +129,16 @@ def test_without_a_token_only_this_machine_is_listened_to(mixture: Path, tokenlo
 
         assert done.status == 2
         message = " ".join(done.output.split())
-        assert message.startswith(f"ConfigError: {option} {host}:0: others than this machine reach this address")
+        assert message.startswith(
+            f"ConfigError: {option} {host}:0: others than this machine reach this address"
+        )
         assert "set TOKENLOOM_TOKEN" in message
         assert "--token-file" in message
 
 
-def test_with_a_token_everybody_is_listened_to_and_told_that_it_is_in_the_clear(mixture: Path, tmp_path: Path) -> None:
+def test_with_a_token_everybody_is_listened_to_and_told_that_it_is_in_the_clear(
+    mixture: Path, tmp_path: Path
+) -> None:
     server = ServerProcess(tmp_path / "server", mixture, environment=TOKENS)
     server.grpc, server.rest = "0.0.0.0:0", "0.0.0.0:0"
     server.start()
@@ -127,7 +146,10 @@ def test_with_a_token_everybody_is_listened_to_and_told_that_it_is_in_the_clear(
         port = server.grpc.rpartition(":")[2]
         with World(f"grpc://127.0.0.1:{port}/{RUN}", token=CONTROL) as world:
             world.steps(1)
-        assert httpx.get(f"http://{server.rest}/v1/runs", trust_env=False, timeout=120).status_code == 401
+        assert (
+            httpx.get(f"http://{server.rest}/v1/runs", trust_env=False, timeout=120).status_code
+            == 401
+        )
         assert server.log.count("without TLS the token and the data travel unencrypted") == 2
     finally:
         server.terminate()
@@ -148,7 +170,9 @@ class Authority:
 
     def issue(self, *names: str, not_after: datetime | None = None) -> tuple[Path, Path]:
         """(certificate, key) for these names."""
-        issued = self._ca.issue_cert(*names, not_before=datetime(2020, 1, 1, tzinfo=UTC), not_after=not_after)
+        issued = self._ca.issue_cert(
+            *names, not_before=datetime(2020, 1, 1, tzinfo=UTC), not_after=not_after
+        )
         cert, key = self._folder / f"{names[0]}.pem", self._folder / f"{names[0]}.key"
         issued.cert_chain_pems[0].write_to_path(cert)
         issued.private_key_pem.write_to_path(key)
@@ -170,15 +194,25 @@ def secure(server: ServerProcess) -> str:
     return server.url(RUN).replace("grpc://", "grpcs://")
 
 
-def status_over_tls(server: ServerProcess, context: ssl.SSLContext, path: str, token: str | None = None) -> int:
+def status_over_tls(
+    server: ServerProcess, context: ssl.SSLContext, path: str, token: str | None = None
+) -> int:
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     return httpx.get(
-        f"https://{server.rest}{path}", verify=context, trust_env=False, timeout=120, headers=headers
+        f"https://{server.rest}{path}",
+        verify=context,
+        trust_env=False,
+        timeout=120,
+        headers=headers,
     ).status_code
 
 
 def test_with_tls_trainers_and_readers_check_the_certificate(
-    mixture: Path, start_server: StartServer, authority: Authority, tokenloom: CommandLine, tmp_path: Path
+    mixture: Path,
+    start_server: StartServer,
+    authority: Authority,
+    tokenloom: CommandLine,
+    tmp_path: Path,
 ) -> None:
     cert, key = authority.issue("127.0.0.1", "localhost")
     server = start_server(mixture, flags=tls_arguments(cert, key), environment=TOKENS)
@@ -187,11 +221,17 @@ def test_with_tls_trainers_and_readers_check_the_certificate(
         world.steps(3)
     # Another CA, none at all, and no TLS: nobody gets through, and no token leaves.
     stranger = Authority(tmp_path / "stranger")
-    for url, options in ((secure(server), {"tls_ca": stranger.file}), (secure(server), {}), (server.url(RUN), {})):
+    for url, options in (
+        (secure(server), {"tls_ca": stranger.file}),
+        (secure(server), {}),
+        (server.url(RUN), {}),
+    ):
         failing = dataset(url, token=CONTROL, attempt="x", connect_timeout_s=2.0, **options)
         with failing, pytest.raises(ServerUnavailable):
             next(iter(failing))
-    mixed_up = dataset(f"grpcs://{server.rest}/{RUN}", token=CONTROL, attempt="x", tls_ca=authority.file)
+    mixed_up = dataset(
+        f"grpcs://{server.rest}/{RUN}", token=CONTROL, attempt="x", tls_ca=authority.file
+    )
     with mixed_up, pytest.raises(ServerUnavailable, match="does not speak gRPC"):
         next(iter(mixed_up))
 
@@ -209,18 +249,30 @@ def test_with_tls_trainers_and_readers_check_the_certificate(
     assert f"https://{server.rest}/" in server.log
     shown = tokenloom("stats", url, "--token-file", file, "--tls-ca", authority.file)
     assert (shown.status, RUN in shown.output) == (0, True), shown.output
-    peeked = tokenloom("peek", secure(server), "--token-file", file, "--tls-ca", authority.file, "--json")
+    peeked = tokenloom(
+        "peek", secure(server), "--token-file", file, "--tls-ca", authority.file, "--json"
+    )
     assert (peeked.status, len(peeked.output.splitlines())) == (0, 8), peeked.output
     distrusting = tokenloom("stats", url, "--token-file", file)
-    assert (distrusting.status, "CERTIFICATE_VERIFY_FAILED" in distrusting.output) == (2, True), distrusting.output
+    assert (distrusting.status, "CERTIFICATE_VERIFY_FAILED" in distrusting.output) == (2, True), (
+        distrusting.output
+    )
 
 
 def test_with_a_client_ca_only_who_shows_a_certificate_of_it_gets_through(
-    mixture: Path, start_server: StartServer, authority: Authority, tokenloom: CommandLine, tmp_path: Path
+    mixture: Path,
+    start_server: StartServer,
+    authority: Authority,
+    tokenloom: CommandLine,
+    tmp_path: Path,
 ) -> None:
     clients = Authority(tmp_path / "clients")
     cert, key = clients.issue("trainer")
-    server = start_server(mixture, flags=tls_arguments(*authority.issue("127.0.0.1"), clients.file), environment=TOKENS)
+    server = start_server(
+        mixture,
+        flags=tls_arguments(*authority.issue("127.0.0.1"), clients.file),
+        environment=TOKENS,
+    )
     known = {"tls_ca": authority.file, "tls_cert": cert, "tls_key": key}
 
     with World(secure(server), token=CONTROL, **known) as world:
@@ -232,7 +284,10 @@ def test_with_a_client_ca_only_who_shows_a_certificate_of_it_gets_through(
     other_cert, other_key = authority.issue("trainer")
     for options in ({}, {"tls_cert": other_cert, "tls_key": other_key}):
         options = {"tls_ca": authority.file, "token": CONTROL, "connect_timeout_s": 2.0, **options}
-        with dataset(secure(server), attempt="z", **options) as refused, pytest.raises(ServerUnavailable):
+        with (
+            dataset(secure(server), attempt="z", **options) as refused,
+            pytest.raises(ServerUnavailable),
+        ):
             next(iter(refused))
 
     context = ssl.create_default_context(cafile=str(authority.file))
@@ -241,7 +296,16 @@ def test_with_a_client_ca_only_who_shows_a_certificate_of_it_gets_through(
     context.load_cert_chain(cert, key)
     assert status_over_tls(server, context, "/readyz") == 200
     shown = tokenloom(
-        *("stats", f"https://{server.rest}", "--tls-ca", authority.file, "--tls-cert", cert, "--tls-key", key)
+        *(
+            "stats",
+            f"https://{server.rest}",
+            "--tls-ca",
+            authority.file,
+            "--tls-cert",
+            cert,
+            "--tls-key",
+            key,
+        )
     )
     assert shown.output.startswith("Unauthenticated: "), shown.output
 
@@ -287,15 +351,25 @@ def test_an_expired_certificate_ends_a_trainer_at_once_with_its_end(authority: A
     shown = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
     port = server.add_secure_port("127.0.0.1:0", shown)
     server.start()
-    expired = f"127.0.0.1:{port} has a certificate that expired at 2024-05-01 12:00:00 UTC: renew it"
+    expired = (
+        f"127.0.0.1:{port} has a certificate that expired at 2024-05-01 12:00:00 UTC: renew it"
+    )
     url = f"grpcs://127.0.0.1:{port}/{RUN}"
     options = {"token": CONTROL, "tls_ca": authority.file}
     try:
         # The default of 300 s is beyond the bound of a test.
-        with dataset(url, attempt="x", **options) as failing, pytest.raises(ServerUnavailable, match=expired):
+        with (
+            dataset(url, attempt="x", **options) as failing,
+            pytest.raises(ServerUnavailable, match=expired),
+        ):
             next(iter(failing))
         # As long as another server of the address may come, it is waited for.
-        both = dataset(url.replace(f"/{RUN}", f",127.0.0.1:1/{RUN}"), attempt="y", connect_timeout_s=2.0, **options)
+        both = dataset(
+            url.replace(f"/{RUN}", f",127.0.0.1:1/{RUN}"),
+            attempt="y",
+            connect_timeout_s=2.0,
+            **options,
+        )
         with both, pytest.raises(ServerUnavailable, match=r"^(?!.*expired at)"):
             next(iter(both))
     finally:
@@ -324,9 +398,15 @@ def test_no_secret_is_in_a_log_however_much_is_logged(mixture: Path, tmp_path: P
         for path in ("/v1/runs", f"/v1/runs/{RUN}/stats", "/metrics", "/nowhere"):
             httpx.get(f"{server.rest_url}{path}", headers=headers, trust_env=False, timeout=120)
             httpx.get(
-                f"{server.rest_url}{path}", headers={"authorization": f"Bearer {wrong}"}, trust_env=False, timeout=120
+                f"{server.rest_url}{path}",
+                headers={"authorization": f"Bearer {wrong}"},
+                trust_env=False,
+                timeout=120,
             )
-        with dataset(server.url(RUN), token=wrong, attempt="w") as refused, pytest.raises(Unauthenticated):
+        with (
+            dataset(server.url(RUN), token=wrong, attempt="w") as refused,
+            pytest.raises(Unauthenticated),
+        ):
             next(iter(refused))
         # The ledger goes away and its errors are logged, too.
         ledger.kill()
@@ -334,7 +414,13 @@ def test_no_secret_is_in_a_log_however_much_is_logged(mixture: Path, tmp_path: P
         figures = httpx.get(
             f"{server.rest_url}/v1/runs/{RUN}/stats", headers=headers, trust_env=False, timeout=120
         ).text
-        httpx.post(f"{server.rest_url}/v1/runs/{RUN}/snapshots", json={}, headers=headers, trust_env=False, timeout=120)
+        httpx.post(
+            f"{server.rest_url}/v1/runs/{RUN}/snapshots",
+            json={},
+            headers=headers,
+            trust_env=False,
+            timeout=120,
+        )
         server.terminate()
         written = server.log + figures
         with pytest.raises(RuntimeError, match="cannot be reached") as caught:

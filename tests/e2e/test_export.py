@@ -37,8 +37,12 @@ def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     return server
 
 
-def sample_range_of(server: ServerProcess, begin: int, end: int | None, run: str = RUN) -> SampleRange:
-    return SampleRange(Servers(Address.parse(server.url(run)), {}), begin, end, clock=time.monotonic)
+def sample_range_of(
+    server: ServerProcess, begin: int, end: int | None, run: str = RUN
+) -> SampleRange:
+    return SampleRange(
+        Servers(Address.parse(server.url(run)), {}), begin, end, clock=time.monotonic
+    )
 
 
 def nothing(*_: int) -> None:
@@ -51,7 +55,17 @@ def test_what_is_exported_is_read_back_and_is_what_trainers_get(
 ) -> None:
     out = tmp_path / "new folder/range"
     done = tokenloom(
-        "export", server.url(RUN), "--from", BEGIN, "--to", END, "--out", out, "--format", form, folder=tmp_path
+        "export",
+        server.url(RUN),
+        "--from",
+        BEGIN,
+        "--to",
+        END,
+        "--out",
+        out,
+        "--format",
+        form,
+        folder=tmp_path,
     )
     assert done.status == 0, done.output
     assert f"samples {BEGIN} to {END - 1}, {(END - BEGIN) * LENGTH:,} tokens" in done.output
@@ -59,13 +73,21 @@ def test_what_is_exported_is_read_back_and_is_what_trainers_get(
     expected = sequence[BEGIN:END]
     spec = f"megatron:{out}" if form == "megatron" else f"parquet:{out}.parquet:ids"
     source = open_source(spec_of(spec), tmp_path)
-    rows = [row for shard in range(len(source.shards)) for rows in source.read(shard, 0) for row in rows.column]
+    rows = [
+        row
+        for shard in range(len(source.shards))
+        for rows in source.read(shard, 0)
+        for row in rows.column
+    ]
     assert [tuple(row.as_py()) for row in rows] == [sample.ids for sample in expected]
     said = json.loads(out.with_suffix(".json").read_text())
     assert (said["run"], said["from"], said["to"], said["format"]) == (RUN, BEGIN, END, form)
     assert said["digest_before"] == rolling_digest(sequence[:BEGIN])
     assert said["digest_after"] == rolling_digest(sequence[:END])
-    assert (said["total_tokens_before"], said["total_tokens_after"]) == (BEGIN * LENGTH, END * LENGTH)
+    assert (said["total_tokens_before"], said["total_tokens_after"]) == (
+        BEGIN * LENGTH,
+        END * LENGTH,
+    )
     assert said["tokens"] == (END - BEGIN) * LENGTH
     assert said["samples_by_source"] == {
         spec: count
@@ -84,16 +106,25 @@ def test_documents_of_a_sample_are_sequences_and_starts(
         export(sample_range_of(server, BEGIN, END), tmp_path / form, form, nothing)  # type: ignore[arg-type]
     rows = pq.read_table(tmp_path / "parquet.parquet").to_pylist()
     assert [row["sample"] for row in rows] == list(range(BEGIN, END))
-    assert [row["source"] for row in rows] == [SPECS[sample.source] for sample in sequence[BEGIN:END]]
+    assert [row["source"] for row in rows] == [
+        SPECS[sample.source] for sample in sequence[BEGIN:END]
+    ]
     header = (tmp_path / "megatron.idx").read_bytes()
     count, edges = np.frombuffer(header, "<u8", 2, 18).tolist()
     lengths = np.frombuffer(header, "<i4", count, 34)
     documents_at = np.frombuffer(header, "<i8", edges, 34 + 12 * count)
     assert any(len(row["starts"]) > 1 for row in rows)
     for i, row in enumerate(rows):
-        behind = [at + 1 for at, token in enumerate(row["ids"]) if token == corpus.end_id and at + 1 < LENGTH]
+        behind = [
+            at + 1
+            for at, token in enumerate(row["ids"])
+            if token == corpus.end_id and at + 1 < LENGTH
+        ]
         assert [start for start in row["starts"] if start] == behind
-        assert lengths[documents_at[i] : documents_at[i + 1]].tolist() == np.diff([0, *behind, LENGTH]).tolist()
+        assert (
+            lengths[documents_at[i] : documents_at[i + 1]].tolist()
+            == np.diff([0, *behind, LENGTH]).tolist()
+        )
 
 
 def test_shifted_labels_export_the_id_that_is_only_a_label(
@@ -110,7 +141,9 @@ def test_shifted_labels_export_the_id_that_is_only_a_label(
     assert json.loads((tmp_path / "range.json").read_text())["labels"] == "shifted"
 
 
-def test_without_an_end_it_goes_to_where_the_ledger_stands(server: ServerProcess, tmp_path: Path) -> None:
+def test_without_an_end_it_goes_to_where_the_ledger_stands(
+    server: ServerProcess, tmp_path: Path
+) -> None:
     done = export(sample_range_of(server, 0, None), tmp_path / "range", "parquet", nothing)
     assert (done.begin, done.end) == (0, 40)
 
@@ -119,7 +152,9 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     server: ServerProcess, sequence: list[Sample], tokenloom: CommandLine, tmp_path: Path
 ) -> None:
     beyond = len(sequence) + 5
-    with pytest.raises(BeyondHorizon, match=rf"sample {len(sequence)} does not exist: every source is exhausted"):
+    with pytest.raises(
+        BeyondHorizon, match=rf"sample {len(sequence)} does not exist: every source is exhausted"
+    ):
         export(sample_range_of(server, 10, beyond), tmp_path / "range", "megatron", nothing)
     with pytest.raises(ConfigError, match="there is nothing to export"):
         export(sample_range_of(server, 50, None), tmp_path / "range", "megatron", nothing)
@@ -135,7 +170,10 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
 
 
 def test_a_server_that_goes_away_is_waited_for(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus,
+    sequence: list[Sample],
+    start_server: StartServer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sample_range, "_MOST_SAMPLES", 4)
     server = start_server(corpus.mixture(RUN))

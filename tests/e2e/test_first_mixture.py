@@ -12,14 +12,17 @@ from support.corpora import text_rows, write_jsonl
 from support.server_process import CommandLine, ServerProcess
 
 
-def test_the_printed_commands_work_as_they_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_commands_work_as_they_stand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for shard in range(2):
         write_jsonl(tmp_path / "data" / f"web-{shard}.jsonl", text_rows(60, shard, 60))
     command = CommandLine(tmp_path)
     done = command("init", "data", "--tokenizer", "bytes")
     assert done.status == 0, done.output
     validate, plan, serve = (
-        shlex.split(line, comments=True)[1:] for line in re.findall(r"^  (tokenloom .*)$", done.output, re.MULTILINE)
+        shlex.split(line, comments=True)[1:]
+        for line in re.findall(r"^  (tokenloom .*)$", done.output, re.MULTILINE)
     )
     assert (validate[0], plan[0], serve[0]) == ("validate", "plan", "serve")
     for each in (validate, plan):

@@ -14,14 +14,20 @@ from tokenloom_proto.errors import JoinRefused, SnapshotInvalid
 
 ANNEAL = {
     "policy": "weighted",
-    "children": [{"source": SPECS[3], "alias": "wiki", "weight": 3}, {"source": SPECS[0], "alias": "code"}],
+    "children": [
+        {"source": SPECS[3], "alias": "wiki", "weight": 3},
+        {"source": SPECS[0], "alias": "code"},
+    ],
 }
 
 
 @pytest.fixture(scope="module")
 def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     """One with all runs of these tests."""
-    narrower = {"policy": "weighted", "children": [{"source": SPECS[3], "alias": "wiki", "epochs": 9}]}
+    narrower = {
+        "policy": "weighted",
+        "children": [{"source": SPECS[3], "alias": "wiki", "epochs": 9}],
+    }
     return serve(
         *(corpus.mixture(run) for run in ("base", "twin")),
         *(corpus.mixture(run, mixture=ANNEAL, seed=3) for run in ("anneal", "middle", "refused")),
@@ -38,7 +44,9 @@ def parent(server: ServerProcess) -> RemoteDataset:
 
 def trained(server: ServerProcess, run: str, steps: int, **options: Any) -> RemoteDataset:
     """A trainer of one rank that took so many batches, and is closed."""
-    dataset = RemoteDataset(server.url(run), 2, rank=0, world_size=1, attempt=f"{run}-{steps}", **options)
+    dataset = RemoteDataset(
+        server.url(run), 2, rank=0, world_size=1, attempt=f"{run}-{steps}", **options
+    )
     batches = iter(dataset)
     for _ in range(steps):
         next(batches)
@@ -53,7 +61,9 @@ def test_a_fork_goes_on_with_the_cursors_of_its_parent_under_its_own_mixture(
     with World(server.url("base"), state=state) as world:
         went_on = world.steps(10).receipt.sequence(parent.sample_index)
 
-    fork = RemoteDataset(server.url("anneal"), 2, rank=0, world_size=1, attempt="fork", fork_from=state)
+    fork = RemoteDataset(
+        server.url("anneal"), 2, rank=0, world_size=1, attempt="fork", fork_from=state
+    )
     batches = [next(batch) for batch in [iter(fork)] for _ in range(10)]
     assert (fork.sample_index, fork.total_tokens) == (60, 60 * LENGTH)
     # What the parent would have had next of these sources is what the fork has.
@@ -72,8 +82,14 @@ def test_a_fork_goes_on_with_the_cursors_of_its_parent_under_its_own_mixture(
     server.kill()
     server.start()
     with pytest.raises(JoinRefused, match="has begun"):
-        iter(RemoteDataset(server.url("anneal"), 2, rank=0, world_size=1, attempt="again", fork_from=state))
-    continued = RemoteDataset(server.url("anneal"), 2, rank=0, world_size=1, attempt="on", fork_from=state)
+        iter(
+            RemoteDataset(
+                server.url("anneal"), 2, rank=0, world_size=1, attempt="again", fork_from=state
+            )
+        )
+    continued = RemoteDataset(
+        server.url("anneal"), 2, rank=0, world_size=1, attempt="on", fork_from=state
+    )
     continued.load_state_dict(fork.state_dict())
     expected = next(iter(continued))["input_ids"].tolist()
     continued.close()
@@ -95,18 +111,39 @@ def test_a_fork_with_the_same_mixture_is_the_same_data_and_says_so(
     server.start()
     twin = trained(server, "twin", 5)
     assert (twin.sample_index, twin.digest) == (40, parent.digest)
-    assert json.loads(twin.state_dict()["tokenloom"])["resume_state"]["origin"]["digest"] == begun["digest"]
+    assert (
+        json.loads(twin.state_dict()["tokenloom"])["resume_state"]["origin"]["digest"]
+        == begun["digest"]
+    )
 
 
 def test_what_cannot_be_forked_is_refused(
-    corpus: Corpus, server: ServerProcess, parent: RemoteDataset, start_server: StartServer, tokenloom: CommandLine
+    corpus: Corpus,
+    server: ServerProcess,
+    parent: RemoteDataset,
+    start_server: StartServer,
+    tokenloom: CommandLine,
 ) -> None:
     state = parent.state_dict()
     with pytest.raises(JoinRefused, match="run 'base' has begun"):
-        iter(RemoteDataset(server.url("base"), 2, rank=0, world_size=1, attempt="self", fork_from=state, takeover=True))
+        iter(
+            RemoteDataset(
+                server.url("base"),
+                2,
+                rank=0,
+                world_size=1,
+                attempt="self",
+                fork_from=state,
+                takeover=True,
+            )
+        )
     alone = start_server(corpus.folder / "refused.yaml")
     with pytest.raises(SnapshotInvalid, match="serve its mixture file with this server, too"):
-        iter(RemoteDataset(alone.url("refused"), 2, rank=0, world_size=1, attempt="alone", fork_from=state))
+        iter(
+            RemoteDataset(
+                alone.url("refused"), 2, rank=0, world_size=1, attempt="alone", fork_from=state
+            )
+        )
     done = tokenloom("fork", server.rest_url, "--run", "refused")
     assert done.status == 2 and "give one of --from and --state" in done.output
 
@@ -127,14 +164,27 @@ def test_what_lies_before_a_fork_is_the_other_runs_and_its_report_says_so(
 ) -> None:
     trained(server, "later", 2, fork_from=parent.state_dict())
     for again in range(2):
-        for command in (("trace", server.rest_url, "--sample", 39), ("peek", server.url("later"), "--at", 39)):
+        for command in (
+            ("trace", server.rest_url, "--sample", 39),
+            ("peek", server.url("later"), "--at", 39),
+        ):
             done = tokenloom(*command, *(("--run", "later") if command[0] == "trace" else ()))
             assert done.status == 2, done.output
-            assert "sample 39 lies before sample 40, at which run 'later' was forked from 'base'" in done.output
+            assert (
+                "sample 39 lies before sample 40, at which run 'later' was forked from 'base'"
+                in done.output
+            )
         shown = tokenloom("report", server.rest_url, "--run", "later").output
-        assert "The first 40 samples" in shown and "are those of `base`, which this run was forked from." in shown
+        assert (
+            "The first 40 samples" in shown
+            and "are those of `base`, which this run was forked from." in shown
+        )
         told = json.loads(tokenloom("report", server.rest_url, "--run", "later", "--json").output)
         own = sum(source["tokens"] for source in told["sources"])
-        assert told["parent_run"]["left_tokens"] + own == told["total_tokens"] == told["sample_index"] * LENGTH
+        assert (
+            told["parent_run"]["left_tokens"] + own
+            == told["total_tokens"]
+            == told["sample_index"] * LENGTH
+        )
         # Begun again where it was forked, it is a fork still.
         trained(server, "later", 3 + again, resume="fresh", takeover=True)

@@ -23,7 +23,10 @@ from tokenizers.trainers import BpeTrainer
 #: What makes each of them hang, and sources that have it behind the rows that are looked at when a run is created.
 HANGS = {
     "chat": ("for ever", {"source": "jsonl:chat.jsonl:text", "template": "chat"}),
-    "transform": ("asleep", {"source": "jsonl:transform.jsonl:text", "transform": "functions:sleeps"}),
+    "transform": (
+        "asleep",
+        {"source": "jsonl:transform.jsonl:text", "transform": "functions:sleeps"},
+    ),
     "tokenizer": ("x" * 3000, {"source": "jsonl:tokenizer.jsonl:text"}),
 }
 TEMPLATE = """{% generation %}{% for message in messages %}{{ message.content }}{% if 'for ever' in message.content %}
@@ -45,12 +48,17 @@ def mixtures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A run for each of them."""
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = Sequence([Split(Regex("x+x+y"), "isolated"), ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = Sequence(
+        [Split(Regex("x+x+y"), "isolated"), ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = ByteLevelDecoder()
     tokenizer.train_from_iterator(
         ["text"],
         BpeTrainer(
-            special_tokens=["<|endoftext|>"], initial_alphabet=ByteLevel.alphabet(), vocab_size=300, show_progress=False
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=ByteLevel.alphabet(),
+            vocab_size=300,
+            show_progress=False,
         ),
     )
     Path("tokenizer").mkdir()
@@ -63,7 +71,12 @@ def mixtures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         texts[2500] += mark
         rows = [[{"role": "user", "content": text}] if kind == "chat" else text for text in texts]
         Path(f"{kind}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-        document = {"run": kind, "tokenizer": "tokenizer", "sequence_length": 2048, "packing": "best_fit"}
+        document = {
+            "run": kind,
+            "tokenizer": "tokenizer",
+            "sequence_length": 2048,
+            "packing": "best_fit",
+        }
         document |= {"pack_window_tokens": 100_000}
         document["mixture"] = {"policy": "sequential", "children": [source]}
         Path(f"{kind}.yaml").write_text(yaml.safe_dump(document))
@@ -86,18 +99,26 @@ def hang(server: ServerProcess, trainers: ExitStack) -> set[int]:
         trainers.enter_context(World(server.url(run), 1, 16, resume="fresh")).steps(1)
     wait_for(Path("asleep").exists, "the function")
     children = {pid for pid, parent, _ in processes() if parent == server.pid}
-    wait_for(lambda: any(pid in children and ticks > 300 for pid, _, ticks in processes()), "the template")
+    wait_for(
+        lambda: any(pid in children and ticks > 300 for pid, _, ticks in processes()),
+        "the template",
+    )
     return children | {pid for pid, parent, _ in processes() if parent in children}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sees processes in /proc")
-def test_a_server_ends_while_rows_hang_and_leaves_no_process(mixtures: list[Path], start_server: StartServer) -> None:
+def test_a_server_ends_while_rows_hang_and_leaves_no_process(
+    mixtures: list[Path], start_server: StartServer
+) -> None:
     server = start_server(*mixtures, flags=("--allow-transforms", "functions:sleeps"))
     for end in (server.kill, server.terminate):
         with ExitStack() as trainers:
             left = hang(server, trainers)
             assert len(left) >= 3
             assert end() in (None, 0)
-        wait_for(lambda left=left: left.isdisjoint(pid for pid, *_ in processes()), "the end of its processes")
+        wait_for(
+            lambda left=left: left.isdisjoint(pid for pid, *_ in processes()),
+            "the end of its processes",
+        )
         if end == server.kill:
             server.start()

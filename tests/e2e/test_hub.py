@@ -30,7 +30,9 @@ def hub() -> Iterator[StandInHub]:
 
 def parquet(rows: Sequence[Sequence[int]], group: int = 16) -> bytes:
     file = io.BytesIO()
-    pq.write_table(pa.table({"ids": pa.array(rows, pa.list_(pa.uint16()))}), file, row_group_size=group)
+    pq.write_table(
+        pa.table({"ids": pa.array(rows, pa.list_(pa.uint16()))}), file, row_group_size=group
+    )
     return file.getvalue()
 
 
@@ -39,12 +41,18 @@ def shards(salt: int) -> list[list[list[int]]]:
 
 
 def as_files(rows: Sequence[Sequence[Sequence[int]]]) -> dict[str, bytes]:
-    return {f"data/train-{i:05}-of-{len(rows):05}.parquet": parquet(shard) for i, shard in enumerate(rows)}
+    return {
+        f"data/train-{i:05}-of-{len(rows):05}.parquet": parquet(shard)
+        for i, shard in enumerate(rows)
+    }
 
 
 def expected(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sample]:
     stream = [i for shard in rows for row in shard if row for i in (*row, END)]
-    return [Sample(0, tuple(stream[at : at + LENGTH])) for at in range(0, len(stream) - LENGTH + 1, LENGTH)]
+    return [
+        Sample(0, tuple(stream[at : at + LENGTH]))
+        for at in range(0, len(stream) - LENGTH + 1, LENGTH)
+    ]
 
 
 def mixture(folder: Path, run: str, **fields: object) -> Path:
@@ -72,7 +80,9 @@ def test_a_run_is_exact_over_kills_rate_limits_and_cut_connections(
     hub.fail("/api/", status=500, times=1e9, every=3)
     environment = hub.environment(tmp_path / "hf", HF_TOKEN=TOKEN)
     server = start_server(
-        mixture(tmp_path, "hub", window_micro_steps=4), environment=environment, flags=["--log-level", "debug"]
+        mixture(tmp_path, "hub", window_micro_steps=4),
+        environment=environment,
+        flags=["--log-level", "debug"],
     )
 
     with World(server.url("hub"), world_size=2, batch_size=2) as world:
@@ -96,7 +106,9 @@ def test_a_run_is_exact_over_kills_rate_limits_and_cut_connections(
 
 def _keeps_its_secrets(hub: StandInHub, server: ServerProcess, state: str) -> None:
     """The token came to the Hub, and neither it nor a signature is to be found anywhere."""
-    assert {request.headers.get("authorization") for request in hub.asked("")} == {f"Bearer {TOKEN}"}
+    assert {request.headers.get("authorization") for request in hub.asked("")} == {
+        f"Bearer {TOKEN}"
+    }
     assert {request.headers.get("authorization") for request in hub.asked("", "storage")} == {None}
     for text in (server.log, state, server.ledger_file.read_bytes().decode(errors="replace")):
         assert "hf_secret" not in text

@@ -34,7 +34,10 @@ def limited_server(folder: Path, limit: int) -> Iterator[tuple[dict[str, str], i
     for number in range(40):
         write_parquet(folder / "data" / f"{number:02d}.parquet", id_rows(40, number, 40))
     document = mixture(
-        mixture={"policy": "least_consumed", "children": [{"source": "parquet:data/*.parquet:ids", "epochs": 50}]},
+        mixture={
+            "policy": "least_consumed",
+            "children": [{"source": "parquet:data/*.parquet:ids", "epochs": 50}],
+        },
         window_micro_steps=4,
     )
     (folder / "run.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")

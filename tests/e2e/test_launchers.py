@@ -26,7 +26,9 @@ DEADLINE_S = 90.0
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, plan: dict[str, Any], *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def torchrun(
+    folder: Path, plan: dict[str, Any], *options: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """``torchrun`` and the ranks below it, which are in sessions of their own; killed at the end."""
     tests = str(Path(support.__file__).parent.parent)
     environment = os.environ | {
@@ -40,7 +42,9 @@ def torchrun(folder: Path, plan: dict[str, Any], *options: str) -> Iterator[subp
     command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *options]
     command += [launched.__file__, json.dumps({**plan, "folder": str(folder)})]
     with (folder / "agent.log").open("wb") as log:
-        agent = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+        agent = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
+        )
     try:
         yield agent
     finally:
@@ -52,8 +56,13 @@ def torchrun(folder: Path, plan: dict[str, Any], *options: str) -> Iterator[subp
 
 
 def attempts_in_ledger(server: ServerProcess) -> list[str]:
-    with contextlib.closing(sqlite3.connect(f"file:{server.ledger_file}?mode=ro", uri=True)) as connection:
-        return [attempt for (attempt,) in connection.execute("SELECT attempt FROM openings ORDER BY generation")]
+    with contextlib.closing(
+        sqlite3.connect(f"file:{server.ledger_file}?mode=ro", uri=True)
+    ) as connection:
+        return [
+            attempt
+            for (attempt,) in connection.execute("SELECT attempt FROM openings ORDER BY generation")
+        ]
 
 
 def test_ranks_that_torchrun_restarts_in_place_go_on_at_the_checkpoint_under_an_attempt_of_their_own(
@@ -69,7 +78,9 @@ def test_ranks_that_torchrun_restarts_in_place_go_on_at_the_checkpoint_under_an_
         "checkpoint_every": 2,
         "crashes": [{"life": life, "rank": rank, "step": step} for life, rank, step in crashes],
     }
-    with torchrun(tmp_path, plan, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2") as agent:
+    with torchrun(
+        tmp_path, plan, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"
+    ) as agent:
         assert agent.wait(DEADLINE_S) == 0, (tmp_path / "agent.log").read_text()
     job = lives(tmp_path)
     # The first life ended before all its ranks were there; the last one went on at the checkpoint.

@@ -28,7 +28,11 @@ def committed_at(server: ServerProcess, run: str, sample_index: int) -> None:
 
 
 def test_a_run_moves_to_another_ledger_and_its_ranks_go_on_where_they_were(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tokenloom: CommandLine, redis_url: str
+    corpus: Corpus,
+    sequence: list[Sample],
+    start_server: StartServer,
+    tokenloom: CommandLine,
+    redis_url: str,
 ) -> None:
     server = start_server(corpus.mixture("mover"))
     old, new = server.ledger, redis_url
@@ -41,8 +45,13 @@ def test_a_run_moves_to_another_ledger_and_its_ranks_go_on_where_they_were(
         server.terminate()
         assert tokenloom("ledger", "copy", old, old).status == 2
         moved = tokenloom("ledger", "copy", old, new)
-        assert (moved.status, "run mover, stream train: is in" in moved.output) == (0, True), moved.output
-        with pytest.raises(RuntimeError, match=r"(?s)NotLeader: Run 'mover' is not served from this ledger: it is in"):
+        assert (moved.status, "run mover, stream train: is in" in moved.output) == (0, True), (
+            moved.output
+        )
+        with pytest.raises(
+            RuntimeError,
+            match=r"(?s)NotLeader: Run 'mover' is not served from this ledger: it is in",
+        ):
             server.start()
         again = tokenloom("ledger", "copy", old, new)
         assert (again.status, "was already in" in again.output) == (0, True), again.output
@@ -56,7 +65,9 @@ def test_a_run_moves_to_another_ledger_and_its_ranks_go_on_where_they_were(
     server.terminate()
     for url in (old, new):
         checked = tokenloom("ledger", "check", url)
-        assert (checked.status, "1 run(s), 0 fault(s)" in checked.output) == (0, True), checked.output
+        assert (checked.status, "1 run(s), 0 fault(s)" in checked.output) == (0, True), (
+            checked.output
+        )
     # The way back, and a trainer that goes on from there.
     assert tokenloom("ledger", "copy", new, old).status == 0
     server.ledger = old
@@ -92,11 +103,18 @@ def test_a_backup_of_a_served_run_is_restored_and_nobody_guesses_where_it_was(
         with redis.Redis.from_url(redis_url) as client:
             client.flushall()
         restored = tokenloom("ledger", "restore", backup, server.ledger)
-        assert (restored.status, "run saved, stream train: at sample 12" in restored.output) == (0, True)
+        assert (restored.status, "run saved, stream train: at sample 12" in restored.output) == (
+            0,
+            True,
+        )
         there = tokenloom("ledger", "restore", backup, server.ledger)
-        assert (there.status, "is in this ledger already" in there.output) == (2, True), there.output
+        assert (there.status, "is in this ledger already" in there.output) == (2, True), (
+            there.output
+        )
         server.start()
-        with pytest.raises((Fenced, LedgerRolledBack), match="restart the training job from its last checkpoint"):
+        with pytest.raises(
+            (Fenced, LedgerRolledBack), match="restart the training job from its last checkpoint"
+        ):
             world.run()
         taken = world.receipt.sequence()  # one rank may have had a batch more
         assert taken == sequence[: len(taken)]
@@ -127,7 +145,10 @@ def test_a_backup_that_is_not_whole_restores_nothing(
     backup, target = tmp_path / "ledger.backup", f"sqlite:///{tmp_path}/target.db"
     os.environ["TOKENLOOM_TEST_LEDGER"] = written.ledger
     try:
-        assert tokenloom("ledger", "backup", "TOKENLOOM_TEST_LEDGER", backup, "--run", "kept").status == 0
+        assert (
+            tokenloom("ledger", "backup", "TOKENLOOM_TEST_LEDGER", backup, "--run", "kept").status
+            == 0
+        )
     finally:
         del os.environ["TOKENLOOM_TEST_LEDGER"]
     again = tokenloom("ledger", "backup", written.ledger, backup)
@@ -137,7 +158,9 @@ def test_a_backup_that_is_not_whole_restores_nothing(
     other = json.loads(lines[0]) | {"version": 9}
     damaged = {
         "cut": whole[:-9],
-        "changed": gzip.compress(b"\n".join([lines[0], lines[1].replace(b'"samples":', b'"samples":1'), lines[2]])),
+        "changed": gzip.compress(
+            b"\n".join([lines[0], lines[1].replace(b'"samples":', b'"samples":1'), lines[2]])
+        ),
         "short": gzip.compress(b"\n".join([lines[0], lines[2]])),
         "newer": gzip.compress(b"\n".join([json.dumps(other).encode(), *lines[1:]])),
         "foreign": b"{}",
@@ -147,7 +170,10 @@ def test_a_backup_that_is_not_whole_restores_nothing(
         file = tmp_path / name
         file.write_bytes(content)
         refused = tokenloom("ledger", "restore", file, target)
-        assert (refused.status, "is not a whole backup" in refused.output) == (2, True), (name, refused.output)
+        assert (refused.status, "is not a whole backup" in refused.output) == (2, True), (
+            name,
+            refused.output,
+        )
     for run, url in (("other", target), (None, f"sqlite:///{tmp_path}/none/target.db")):
         options = ["--run", run] if run else []
         assert tokenloom("ledger", "restore", backup, url, *options).status == 2
@@ -169,7 +195,9 @@ def test_the_check_names_a_fault_with_its_run_and_what_to_do(
         connection.execute("UPDATE counters SET tokens = tokens - 1000000")
         connection.commit()
     found = tokenloom("ledger", "check", file)
-    assert (found.status, "run 'kept', stream train: source" in found.output) == (1, True), found.output
+    assert (found.status, "run 'kept', stream train: source" in found.output) == (1, True), (
+        found.output
+    )
     assert "Restore the run from a backup" in found.output
     client = redis.Redis.from_url(written.ledger)
     with closing(client):
@@ -181,12 +209,20 @@ def test_the_check_names_a_fault_with_its_run_and_what_to_do(
         finally:
             client.config_set("appendfsync", "always")
     assert found.status == 1
-    for part in ("appendfsync everysec", "key tokenloom:{gone}:train:tokens is of no run", "uid nobody/train leads to"):
+    for part in (
+        "appendfsync everysec",
+        "key tokenloom:{gone}:train:tokens is of no run",
+        "uid nobody/train leads to",
+    ):
         assert part in found.output
 
 
 def test_a_replica_that_takes_over_without_the_last_commits_is_refused_until_a_checkpoint_comes(
-    corpus: Corpus, sequence: list[Sample], start_server: StartServer, tmp_path: Path, redis_url: str
+    corpus: Corpus,
+    sequence: list[Sample],
+    start_server: StartServer,
+    tmp_path: Path,
+    redis_url: str,
 ) -> None:
     folder = tmp_path / "replica"
     folder.mkdir()
@@ -194,10 +230,16 @@ def test_a_replica_that_takes_over_without_the_last_commits_is_refused_until_a_c
     try:
         with replica.client() as client, redis.Redis.from_url(redis_url) as leading:
             client.replicaof("127.0.0.1", str(urlsplit(redis_url).port))
-            wait_for(lambda: client.info("replication")["master_link_status"] == "up", "the replica")
-            server = start_server(corpus.mixture("failed-over", window_micro_steps=6), ledger=redis_url)
+            wait_for(
+                lambda: client.info("replication")["master_link_status"] == "up", "the replica"
+            )
+            server = start_server(
+                corpus.mixture("failed-over", window_micro_steps=6), ledger=redis_url
+            )
             wait_for(lambda: "replica" in server.log, "the warning that a replica is there")
-            with World(server.url("failed-over"), 2, 2, prefetch_steps=1, reconnect_timeout_s=60) as world:
+            with World(
+                server.url("failed-over"), 2, 2, prefetch_steps=1, reconnect_timeout_s=60
+            ) as world:
                 world.steps(3)
                 committed_at(server, "failed-over", 12)
                 wait_for(lambda: _has(client, "failed-over", 12), "the replica to have it")
@@ -212,7 +254,9 @@ def test_a_replica_that_takes_over_without_the_last_commits_is_refused_until_a_c
                 leading.flushall()
                 server.ledger = replica.url()
                 server.start()
-                with pytest.raises(LedgerRolledBack, match="restart the training job from its last checkpoint"):
+                with pytest.raises(
+                    LedgerRolledBack, match="restart the training job from its last checkpoint"
+                ):
                     world.run()
                 taken = world.receipt.sequence()
                 assert taken == sequence[: len(taken)]

@@ -13,7 +13,9 @@ from support.corpora import id_rows, mixture, write_parquet
 from tokenloom import RemoteDataset
 
 
-def test_a_limit_of_open_files_is_raised_and_where_it_cannot_be_the_server_refuses_to_start(tmp_path: Path) -> None:
+def test_a_limit_of_open_files_is_raised_and_where_it_cannot_be_the_server_refuses_to_start(
+    tmp_path: Path,
+) -> None:
     names = [f"{i:02d}" for i in range(60)]
     for name in names:
         write_parquet(tmp_path / f"{name}.parquet", id_rows(40, int(name), 40))
@@ -21,7 +23,12 @@ def test_a_limit_of_open_files_is_raised_and_where_it_cannot_be_the_server_refus
     document = mixture(mixture={"policy": "round_robin", "children": children})
     path = tmp_path / "many.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    limits = {"soft": "ulimit -S -n 100", "enough": "ulimit -n 704", "hard": "ulimit -n 703", "least": "ulimit -n 511"}
+    limits = {
+        "soft": "ulimit -S -n 100",
+        "enough": "ulimit -n 704",
+        "hard": "ulimit -n 703",
+        "least": "ulimit -n 511",
+    }
     printed, ready = {}, {}
     for name, limit in limits.items():
         command = f"{limit}; exec {sys.executable} -m tokenloom_server serve many.yaml --grpc 127.0.0.1:0 --rest "
@@ -37,8 +44,14 @@ def test_a_limit_of_open_files_is_raised_and_where_it_cannot_be_the_server_refus
             server.wait(120)
         printed[name] = (tmp_path / f"{name}.log").read_text(encoding="utf-8")
     assert ready == {"soft": True, "enough": True, "hard": False, "least": False}
-    assert "703 files and connections open, and a server of 60 sources needs 704: raise the limit" in printed["hard"]
-    assert "511 files and connections open, and a server needs 512: raise the limit" in printed["least"]
+    assert (
+        "703 files and connections open, and a server of 60 sources needs 704: raise the limit"
+        in printed["hard"]
+    )
+    assert (
+        "511 files and connections open, and a server needs 512: raise the limit"
+        in printed["least"]
+    )
     assert "ulimit -n 512" in printed["least"]
     assert "Traceback" not in printed["hard"] + printed["least"]
 

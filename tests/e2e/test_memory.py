@@ -37,7 +37,12 @@ def bound(window_micro_steps: int, world_size: int, batch_size: int) -> int:
     """Bytes beyond an idle server's: the formula of docs/limits.md, as it stands there."""
     message_steps = max(1, min(2 * MIB // (batch_size * SAMPLE_BYTES), 64))
     group_micro_steps = message_steps  # so few sources and ranks
-    held = (window_micro_steps + group_micro_steps) * world_size * batch_size * (4 * SAMPLE_BYTES // 3 + 320)
+    held = (
+        (window_micro_steps + group_micro_steps)
+        * world_size
+        * batch_size
+        * (4 * SAMPLE_BYTES // 3 + 320)
+    )
     streams = world_size * (3 * message_steps * batch_size * SAMPLE_BYTES + MIB // 4)
     return held + streams + SOURCES * 4 * MIB + 16 * MIB
 
@@ -50,7 +55,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in "ab":
         ids = draw.integers(0, 2**15, 8 * MIB, np.uint16)
         rows = pa.ListArray.from_arrays(np.arange(0, len(ids) + 1, 1024, dtype=np.int32), ids)
-        pq.write_table(pa.table({"ids": rows}), folder / f"{name}.parquet", compression="none", use_dictionary=False)
+        pq.write_table(
+            pa.table({"ids": rows}),
+            folder / f"{name}.parquet",
+            compression="none",
+            use_dictionary=False,
+        )
     return folder
 
 
@@ -82,7 +92,9 @@ class Watched:
         self._idle = self._anonymous()
 
     def _anonymous(self) -> int:
-        lines = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
+        lines = (
+            Path(f"/proc/{self._process.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
+        )
         return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) * 1024
 
     def stats(self, run: str) -> Any:
@@ -123,7 +135,9 @@ def reading(url: str, **slot: Any) -> Iterator[threading.Thread]:
 
 
 @contextmanager
-def not_reading(server: ServerProcess, run: str, rank: int, credit_micro_steps: int, **slot: Any) -> Iterator[None]:
+def not_reading(
+    server: ServerProcess, run: str, rank: int, credit_micro_steps: int, **slot: Any
+) -> Iterator[None]:
     """A rank that joins, grants credit and never takes a message from its call."""
     # Connections of their own, and room for whatever the server would push.
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
@@ -133,9 +147,16 @@ def not_reading(server: ServerProcess, run: str, rank: int, credit_micro_steps: 
         joined = stub.Join(wire.JoinRequest(run=run, rank=rank, nonce=nonce, **slot), timeout=120)
 
         def requests() -> Iterator[wire.StreamRequest]:
-            progress = wire.Progress(consumed_through=joined.start_index, credit_micro_steps=credit_micro_steps)
+            progress = wire.Progress(
+                consumed_through=joined.start_index, credit_micro_steps=credit_micro_steps
+            )
             opened = wire.StreamOpen(
-                run=run, run_uid=joined.run_uid, generation=joined.generation, rank=rank, nonce=nonce, progress=progress
+                run=run,
+                run_uid=joined.run_uid,
+                generation=joined.generation,
+                rank=rank,
+                nonce=nonce,
+                progress=progress,
             )
             yield wire.StreamRequest(open=opened)
             over.wait()
@@ -167,13 +188,18 @@ def test_a_rank_that_never_reads_costs_no_more_than_the_formula_whatever_credit_
     assert window * SAMPLE_BYTES <= growth <= bound(WINDOW, 2, 8), f"{growth / MIB:.1f} MiB"
 
 
-def test_many_ranks_that_never_read_cost_no_more_than_the_formula(start_server: StartServer, folder: Path) -> None:
+def test_many_ranks_that_never_read_cost_no_more_than_the_formula(
+    start_server: StartServer, folder: Path
+) -> None:
     server = start_server(mixture(folder, "small", 2), mixture(folder, "wide", 16), options=())
     watched = Watched(server, "small")
     slot = {"batch_size": 16, "world_size": 24, "attempt": uuid.uuid4().hex}
     with ExitStack() as stack:
         for rank in range(24):
             stack.enter_context(not_reading(server, "wide", rank, 2**32 - 1, **slot))
-        wait_for(lambda: watched.stats("wide")["produced_index"] >= 16 * 16 * 24, "what the window has room for")
+        wait_for(
+            lambda: watched.stats("wide")["produced_index"] >= 16 * 16 * 24,
+            "what the window has room for",
+        )
         growth = watched.growth()
     assert growth <= bound(16, 24, 16), f"{growth / MIB:.1f} MiB"

@@ -58,21 +58,43 @@ def test_the_mixture_in_force_is_shown_as_a_tree_with_all_that_changed_it(
     assert f"    └── {SPECS[3]}\n" in found
     assert "docs: weight 0.75 → 0.5" in found
     assert "a new revision can hold from sample 500 on" in found
-    assert [("not yet" in line, "because" in line) for line in found.splitlines() if "500 │" in line] == [(True, True)]
+    assert [
+        ("not yet" in line, "because" in line) for line in found.splitlines() if "500 │" in line
+    ] == [(True, True)]
     figures = tokenloom("stats", server.rest_url).output
     assert "in force: revision 2; revision 3 from sample 500 on" in figures
 
 
-def test_a_change_is_told_tried_and_taken_back(server: ServerProcess, tokenloom: CommandLine) -> None:
-    change = ("mixture", "set", server.rest_url, "code", "--weight", "3", "--epochs", "inf", "--max-tokens", "1.5K")
+def test_a_change_is_told_tried_and_taken_back(
+    server: ServerProcess, tokenloom: CommandLine
+) -> None:
+    change = (
+        "mixture",
+        "set",
+        server.rest_url,
+        "code",
+        "--weight",
+        "3",
+        "--epochs",
+        "inf",
+        "--max-tokens",
+        "1.5K",
+    )
     told = "  code: weight 2 → 3\n  code: epochs 1 → inf\n  code: max_tokens not given → 1500\n"
     tried = tokenloom(*change, *WHY, "--dry-run")
-    assert (tried.status, tried.output) == (0, f"{RUN}: revision 1 would hold from sample 0 on (0 tokens)\n{told}")
+    assert (tried.status, tried.output) == (
+        0,
+        f"{RUN}: revision 1 would hold from sample 0 on (0 tokens)\n{told}",
+    )
     assert shown(server, tokenloom)["revisions"] == []
     made = tokenloom(*change, *WHY, "--at-tokens", "4K")
     assert made.output == f"{RUN}: revision 1 holds from sample 250 on (4,000 tokens)\n{told}"
     (revision,) = shown(server, tokenloom)["revisions"]
-    assert (revision["author"], revision["reason"], revision["sample_index"]) == ("ada", "because", 250)
+    assert (revision["author"], revision["reason"], revision["sample_index"]) == (
+        "ada",
+        "because",
+        250,
+    )
     undone = tokenloom("mixture", "undo", server.rest_url, 1)
     assert (undone.status, undone.output.splitlines()[0]) == (
         0,
@@ -82,27 +104,43 @@ def test_a_change_is_told_tried_and_taken_back(server: ServerProcess, tokenloom:
     assert (again.status, "NotFound" in again.output) == (2, True)
 
 
-def test_every_change_has_a_command(corpus: Corpus, server: ServerProcess, tokenloom: CommandLine) -> None:
+def test_every_change_has_a_command(
+    corpus: Corpus, server: ServerProcess, tokenloom: CommandLine
+) -> None:
     url = server.rest_url
     extra = corpus.folder / "late.txt"
     extra.write_text("some more words\n" * 40, encoding="utf-8")
-    (corpus.folder / "gone.csv").write_text(f"spec,shard,row\n{SPECS[0]},code-0.parquet,3\n", encoding="utf-8")
+    (corpus.folder / "gone.csv").write_text(
+        f"spec,shard,row\n{SPECS[0]},code-0.parquet,3\n", encoding="utf-8"
+    )
     for arguments, change in (
         (("pause", url, "notes", "code"), "notes: live → paused"),
         (("resume", url, "notes", "code"), "code: paused → live"),
-        (("add", url, "txt:late.txt:text", "--to", "notes", "--alias", "late", "--weight", "2"), "late: new, weight 2"),
+        (
+            ("add", url, "txt:late.txt:text", "--to", "notes", "--alias", "late", "--weight", "2"),
+            "late: new, weight 2",
+        ),
         (("drop", url, "prose"), "prose: live → dropped"),
         (("exclude", url, "gone.csv"), "code: 1 row left out of each epoch"),
         (("set", url, "notes", "--policy", "schedule"), "notes: policy weighted → schedule"),
-        (("set", url, "docs", "--weight", "0:1,2K:0"), "docs: weight 0.75 → [(0, 1.0), (2000, 0.0)]"),
-        (("set", url, "docs", "--alias", "text", "--on-exhausted", "stop"), "text: on_exhausted not given → stop"),
+        (
+            ("set", url, "docs", "--weight", "0:1,2K:0"),
+            "docs: weight 0.75 → [(0, 1.0), (2000, 0.0)]",
+        ),
+        (
+            ("set", url, "docs", "--alias", "text", "--on-exhausted", "stop"),
+            "text: on_exhausted not given → stop",
+        ),
         (("set", url, "text", "--on-exhausted", "none"), "text: on_exhausted stop → not given"),
     ):
         made = tokenloom("mixture", *arguments, *WHY)
         assert made.status == 0, made.output
         assert f"  {change}\n" in made.output
     refused = tokenloom("mixture", "append-files", url, "code", *WHY)
-    assert (refused.status, "has no file that the run does not read already" in refused.output) == (2, True)
+    assert (refused.status, "has no file that the run does not read already" in refused.output) == (
+        2,
+        True,
+    )
     without = tokenloom("mixture", "pause", url, "code")
     assert (without.status, "--reason" in without.output) == (2, True)
 
@@ -114,14 +152,20 @@ def test_a_whole_file_is_applied_once_its_changes_were_agreed_to(
     document = yaml.safe_load((corpus.folder / f"{RUN}.yaml").read_text(encoding="utf-8"))
     path = tmp_path / "new.yaml"
     path.write_text(yaml.safe_dump(document | yaml.safe_load(text)), encoding="utf-8")
-    assert order_digest(config.load(path, CATALOG)) == order_digest(config.load(corpus.folder / f"{RUN}.yaml", CATALOG))
+    assert order_digest(config.load(path, CATALOG)) == order_digest(
+        config.load(corpus.folder / f"{RUN}.yaml", CATALOG)
+    )
     same = tokenloom("mixture", "apply", server.rest_url, path, *WHY, "--yes")
     assert (same.status, "this changes nothing" in same.output) == (2, True)
     document["mixture"]["children"][0]["weight"] = 5
     del document["mixture"]["children"][1]
-    (corpus.folder / "scored.jsonl").write_text('{"title": "a", "text": "b c", "score": 1}\n' * 40, encoding="utf-8")
+    (corpus.folder / "scored.jsonl").write_text(
+        '{"title": "a", "text": "b c", "score": 1}\n' * 40, encoding="utf-8"
+    )
     rows = {"filter": ["score > 0", 'title in ["a"]'], "template": "{title}\n{text}"}
-    document["mixture"]["children"].append({"source": "jsonl:scored.jsonl:text", "alias": "scored", **rows})
+    document["mixture"]["children"].append(
+        {"source": "jsonl:scored.jsonl:text", "alias": "scored", **rows}
+    )
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     asked = tokenloom("mixture", "apply", server.rest_url, path, *WHY)
     assert (asked.status, "nobody is here to answer: --yes" in asked.output) == (2, True)
@@ -131,21 +175,33 @@ def test_a_whole_file_is_applied_once_its_changes_were_agreed_to(
     applied = tokenloom("mixture", "apply", server.rest_url, path, *WHY, "--yes")
     assert applied.status == 0, applied.output
     assert shown(server, tokenloom)["dropped"] == ["prose"]
-    tree = "".join(line.strip() for line in tokenloom("mixture", "show", server.rest_url).output.splitlines())
-    assert '└── scored: filter "score > 0" "title in ["a"]", template {title}\\n{text}, jsonl:' in tree
+    tree = "".join(
+        line.strip() for line in tokenloom("mixture", "show", server.rest_url).output.splitlines()
+    )
+    assert (
+        '└── scored: filter "score > 0" "title in ["a"]", template {title}\\n{text}, jsonl:' in tree
+    )
     paused = tokenloom("mixture", "pause", server.rest_url, "code", *WHY)
     assert paused.status == 0
     text = tokenloom("mixture", "show", server.rest_url, "--yaml").output
-    assert text.startswith("# paused, which a file cannot say: code\nmixture:\n  policy: least_consumed\n")
+    assert text.startswith(
+        "# paused, which a file cannot say: code\nmixture:\n  policy: least_consumed\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("set", "code", "--weight", "heavy"), "ConfigError: --weight: 'heavy' is not a number above 0"),
+        (
+            ("set", "code", "--weight", "heavy"),
+            "ConfigError: --weight: 'heavy' is not a number above 0",
+        ),
         (("set", "code", "--epochs", "nan"), "--epochs: 'nan' is not a number above 0, or inf"),
         (("set", "cdoe", "--weight", "2"), "ConfigError: http"),
-        (("set", "code", "--weight", "2", "--at-tokens", "many"), "--at-tokens: 'many' is no number of tokens"),
+        (
+            ("set", "code", "--weight", "2", "--at-tokens", "many"),
+            "--at-tokens: 'many' is no number of tokens",
+        ),
         (("set", "code"), "sets nothing of 'code'"),
         (("set", "code", "--weight", "2", "--run", "other"), "NotFound: "),
         (("pause", "code", "--reason", ""), "ConfigError: http"),

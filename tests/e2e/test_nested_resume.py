@@ -96,5 +96,7 @@ def test_a_fork_and_a_dataset_without_a_server_begin_there_and_another_shape_is_
     state["child_states"].append(None)
     with RemoteDataset(server.url("nested"), 1, rank=0, world_size=1) as dataset:
         dataset.load_state_dict(state)
-        with pytest.raises(Exception, match="found 3 datasets within, but the mixture file has 2 children there"):
+        with pytest.raises(
+            Exception, match="found 3 datasets within, but the mixture file has 2 children there"
+        ):
             next(iter(dataset))

@@ -42,10 +42,17 @@ def local_samples(folder: Path) -> list[Sample]:
     """What the same files give on a disk."""
     order = order_of(folder)
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=10_000))
+    group = pipeline.begin_group(
+        BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=10_000)
+    )
     pipeline.fill(group, 10_000)
-    ids = [tuple(memoryview(bytes(sample)).cast("H")) for sample in group.ids(0, 0, len(group.marks))]
-    return [Sample(source, some) for source, some in zip(group.source_ids.ravel().tolist(), ids, strict=False)]
+    ids = [
+        tuple(memoryview(bytes(sample)).cast("H")) for sample in group.ids(0, 0, len(group.marks))
+    ]
+    return [
+        Sample(source, some)
+        for source, some in zip(group.source_ids.ravel().tolist(), ids, strict=False)
+    ]
 
 
 def test_four_ranks_cost_one_listing_and_one_reader_and_resume_exactly(

@@ -12,12 +12,21 @@ from support.server_process import ServerProcess
 from support.trainer import Receipt, Sample, World
 from tokenloom import BeyondHorizon, JoinRefused, PeekDataset, RemoteDataset
 
-OLD = {"spec": "parquet:gone-*.parquet:text", "shard": "gone-3.parquet", "row_offset": 12, "token_offset": 5000}
+OLD = {
+    "spec": "parquet:gone-*.parquet:text",
+    "shard": "gone-3.parquet",
+    "row_offset": 12,
+    "token_offset": 5000,
+}
 
 
 def older(corpus: Corpus) -> dict[str, Any]:
     """What an older loader would have saved: a few rows into each source but the last, which it did not have."""
-    rows = {SPECS[0]: ("code-1.parquet", 4, 34), SPECS[1]: ("prose.txt", 3, 3), SPECS[2]: ("docs.jsonl", 8, 8)}
+    rows = {
+        SPECS[0]: ("code-1.parquet", 4, 34),
+        SPECS[1]: ("prose.txt", 3, 3),
+        SPECS[2]: ("docs.jsonl", 8, 8),
+    }
     datasets = [OLD]
     for source, (spec, (shard, row, passed)) in enumerate(rows.items()):
         entry = {"spec": spec, "shard": str(corpus.folder / shard), "row_offset": row}
@@ -31,12 +40,17 @@ def expected(corpus: Corpus) -> dict[int, list[tuple[int, ...]]]:
     for source, passed in enumerate((34, 3, 8, 0)):
         begin = corpus.ends[source][passed - 1] if passed else 0
         stream = corpus.streams[source][begin:]
-        found[source] = [stream[at : at + LENGTH] for at in range(0, len(stream) - LENGTH + 1, LENGTH)]
+        found[source] = [
+            stream[at : at + LENGTH] for at in range(0, len(stream) - LENGTH + 1, LENGTH)
+        ]
     return found
 
 
 def by_source(samples: list[Sample]) -> dict[int, list[tuple[int, ...]]]:
-    return {source: [sample.ids for sample in samples if sample.source == source] for source in range(len(SPECS))}
+    return {
+        source: [sample.ids for sample in samples if sample.source == source]
+        for source in range(len(SPECS))
+    }
 
 
 def datasets_of(state: dict[str, str]) -> list[dict[str, Any]]:
@@ -46,7 +60,9 @@ def datasets_of(state: dict[str, str]) -> list[dict[str, Any]]:
 
 def start_of(corpus: Corpus) -> int:
     """Samples that the counters begin with."""
-    return sum(corpus.ends[source][passed - 1] // LENGTH for source, passed in enumerate((34, 3, 8)))
+    return sum(
+        corpus.ends[source][passed - 1] // LENGTH for source, passed in enumerate((34, 3, 8))
+    )
 
 
 def test_a_job_goes_on_from_an_older_checkpoint_and_then_exactly(
@@ -60,7 +76,9 @@ def test_a_job_goes_on_from_an_older_checkpoint_and_then_exactly(
         end, digest = world.sample_index, world.digest
     assert by_source(whole) == expected(corpus)
     # Its token clock is the sum of all that the older loader counted, of the source that is gone, too.
-    clock = OLD["token_offset"] + sum(corpus.ends[source][passed - 1] for source, passed in enumerate((34, 3, 8)))
+    clock = OLD["token_offset"] + sum(
+        corpus.ends[source][passed - 1] for source, passed in enumerate((34, 3, 8))
+    )
     assert world.ranks[0].total_tokens == clock + (end - begin) * LENGTH
 
     # The same from the older checkpoint once more, on other ranks; saved, killed, and gone on from what was saved.
@@ -109,5 +127,10 @@ def test_what_a_dataset_says_before_it_joined_and_that_a_peek_begins_no_order_of
     # Saved before the first batch: still the older checkpoint, in the place of a state.
     with World(server.url(run), state=dataset.state_dict()) as world:
         whole = world.run().receipt.sequence(begin)
-    assert tuple(next(iter_peek(server, run, str(begin + 12)))["input_ids"][0].tolist()) == whole[12].ids
-    assert tuple(next(iter_peek(server, run, state=payload))["input_ids"][0].tolist()) == whole[0].ids
+    assert (
+        tuple(next(iter_peek(server, run, str(begin + 12)))["input_ids"][0].tolist())
+        == whole[12].ids
+    )
+    assert (
+        tuple(next(iter_peek(server, run, state=payload))["input_ids"][0].tolist()) == whole[0].ids
+    )

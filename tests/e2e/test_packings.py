@@ -71,4 +71,7 @@ def test_a_packed_run_is_the_same_after_a_kill_and_on_other_ranks(
     padding = sum(source["padding_tokens"] for source in stats["sources"])
     width = LENGTH + (run == "alone")
     assert len(whole) * width - padding == tokens
-    assert all(0 < source["fill_rate"] <= 1 and source["cut_rate"] is not None for source in stats["sources"])
+    assert all(
+        0 < source["fill_rate"] <= 1 and source["cut_rate"] is not None
+        for source in stats["sources"]
+    )

@@ -44,7 +44,11 @@ NOT_RUN = {
 ENDLESS = "Ctrl-C ends it"
 DEADLINE_S = 240.0
 MAIN_ADDRESSES = ("127.0.0.1:50051", "127.0.0.1:8080")
-CODE, WEB, DOCS = "parquet:data/code-*.parquet:ids", "jsonl:data/web.jsonl:text", "jsonl:data/docs.jsonl:text"
+CODE, WEB, DOCS = (
+    "parquet:data/code-*.parquet:ids",
+    "jsonl:data/web.jsonl:text",
+    "jsonl:data/docs.jsonl:text",
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,11 @@ class Shell:
             r"\bDATA\b": "data",
         }.items():
             text = re.sub(shown, meant, text)
-        return re.sub(r"(?<![\w.@])(?:127\.0\.0\.1|a|b):(?:50|80)\d+\b", lambda found: self._address(found[0]), text)
+        return re.sub(
+            r"(?<![\w.@])(?:127\.0\.0\.1|a|b):(?:50|80)\d+\b",
+            lambda found: self._address(found[0]),
+            text,
+        )
 
     def _address(self, shown: str) -> str:
         return self.addresses.setdefault(shown, f"127.0.0.1:{free_port()}")
@@ -117,15 +125,29 @@ class Shell:
         elif command.startswith("tokenloom serve"):
             self.serve(text)
         else:
-            if command.startswith("tokenloom ledger backup TOKENLOOM_LEDGER"):  # of a server whose ledger is in Redis
-                self.serve(self.here("tokenloom serve mixture.yaml --ledger redis://ledger:6379/0 --grpc a:50051"))
+            if command.startswith(
+                "tokenloom ledger backup TOKENLOOM_LEDGER"
+            ):  # of a server whose ledger is in Redis
+                self.serve(
+                    self.here(
+                        "tokenloom serve mixture.yaml --ledger redis://ledger:6379/0 --grpc a:50051"
+                    )
+                )
             if command.startswith("tokenloom ledger copy"):  # its page says to stop the servers
                 self.stop()
                 self.redis.client().flushall()
             done = self._run(text)
             # 1: the runs differ, as on the pages. 130: Ctrl-C.
-            allowed = (0, 1) if command.startswith("tokenloom verify") else (0, 130) if ENDLESS in command else (0,)
-            assert done.status in allowed, f"{command}\nas {text}\nhas status {done.status}:\n{done.output}"
+            allowed = (
+                (0, 1)
+                if command.startswith("tokenloom verify")
+                else (0, 130)
+                if ENDLESS in command
+                else (0,)
+            )
+            assert done.status in allowed, (
+                f"{command}\nas {text}\nhas status {done.status}:\n{done.output}"
+            )
 
     def _run(self, text: str) -> Finished:
         """In a shell; a command of Tokenloom's own that needs none, as a fork, which has done its imports."""
@@ -134,7 +156,9 @@ class Shell:
         name, *arguments = shlex.split(text.replace("$S", self.environment["S"]), comments=True)
         if name == "tokenloom" and not {"|", ">", "2>/dev/null"} & {*arguments}:
             output = self.folder / f"output-{len([*self.folder.glob('output-*')])}"
-            fork = server_forks().fork(MAIN, arguments, output=output, folder=self.folder, environment=environment)
+            fork = server_forks().fork(
+                MAIN, arguments, output=output, folder=self.folder, environment=environment
+            )
             try:
                 return Finished(fork.wait(DEADLINE_S), output.read_text())
             finally:
@@ -153,18 +177,25 @@ class Shell:
         arguments = shlex.split(text, comments=True)[1:]
         for option, address in zip(("--grpc", "--rest"), MAIN_ADDRESSES, strict=True):
             if option not in arguments:
-                arguments += [option, self._address(address) if "--grpc" not in text else "127.0.0.1:0"]
+                arguments += [
+                    option,
+                    self._address(address) if "--grpc" not in text else "127.0.0.1:0",
+                ]
         address = arguments[arguments.index("--grpc") + 1]
         self.stop(address)
         ready, log = self.folder / "ready.json", self.folder / "server.log"
         ready.unlink(missing_ok=True)
         environment = {**self.environment, "TOKENLOOM_SERVE_READY_FILE": str(ready)}
         del environment["TOKENLOOM_TOKEN"], environment["TOKENLOOM_READ_TOKEN"]
-        server = server_forks().fork(MAIN, arguments, output=log, folder=self.folder, environment=environment)
+        server = server_forks().fork(
+            MAIN, arguments, output=log, folder=self.folder, environment=environment
+        )
         self.servers[address] = server
         deadline = time.monotonic() + DEADLINE_S
         while not ready.exists():
-            assert server.poll() is None and time.monotonic() < deadline, f"{text}\n{log.read_text()}"
+            assert server.poll() is None and time.monotonic() < deadline, (
+                f"{text}\n{log.read_text()}"
+            )
             time.sleep(0.02)
 
     def stop(self, address: str | None = None) -> None:
@@ -183,9 +214,14 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, name in enumerate(("data/web", "data/docs", "web", "docs", "textbooks")):
         write_jsonl(folder / f"{name}.jsonl", text_rows(500, number, 200))
     shutil.copytree(folder / "data", folder / "code", ignore=shutil.ignore_patterns("*.parquet"))
-    for name, spec, shard in (("data/takedown-42", CODE, "data/code-0.parquet"), ("late", WEB, "data/web.jsonl")):
+    for name, spec, shard in (
+        ("data/takedown-42", CODE, "data/code-0.parquet"),
+        ("late", WEB, "data/web.jsonl"),
+    ):
         with (folder / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([("spec", "shard", "row"), (spec, shard, 490), (spec, shard, 495)])
+            csv.writer(file).writerows(
+                [("spec", "shard", "row"), (spec, shard, 490), (spec, shard, 495)]
+            )
     tokenizer = Tokenizer(WordLevel({"1": 0, "[UNK]": 1}, "[UNK]"))
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -197,10 +233,21 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mixture(run: str, world: World, weight: float = 2) -> str:
-    children = [{"source": CODE, "alias": "code", "weight": weight}, {"source": WEB, "alias": "web"}, {"source": DOCS}]
+    children = [
+        {"source": CODE, "alias": "code", "weight": weight},
+        {"source": WEB, "alias": "web"},
+        {"source": DOCS},
+    ]
     repeated = [{"epochs": float("inf"), **child} for child in children]
-    fields = {"run": run, "tokenizer": "bytes", "sequence_length": world.sequence_length, "window_micro_steps": 8}
-    return yaml.safe_dump({**fields, "mixture": {"policy": "least_consumed", "children": repeated}}, sort_keys=False)
+    fields = {
+        "run": run,
+        "tokenizer": "bytes",
+        "sequence_length": world.sequence_length,
+        "window_micro_steps": 8,
+    }
+    return yaml.safe_dump(
+        {**fields, "mixture": {"policy": "least_consumed", "children": repeated}}, sort_keys=False
+    )
 
 
 def train(address: str, run: str, samples: int, folder: Path) -> None:
@@ -216,8 +263,12 @@ def train(address: str, run: str, samples: int, folder: Path) -> None:
 
 def bring_up(world: World, shell: Shell) -> None:
     """Writes the mixture files; where the page speaks of servers, they serve, and their runs are trained."""
-    files = {run: f"{run}.yaml" if number else "mixture.yaml" for number, run in enumerate(world.runs)}
-    for run, file in ({"wiki": "wiki.yaml", "code": "code.yaml", "anneal": "anneal.yaml"} | files).items():
+    files = {
+        run: f"{run}.yaml" if number else "mixture.yaml" for number, run in enumerate(world.runs)
+    }
+    for run, file in (
+        {"wiki": "wiki.yaml", "code": "code.yaml", "anneal": "anneal.yaml"} | files
+    ).items():
         for path in (file, f"mixtures/{file}"):
             (shell.folder / path).write_text(mixture(run, world))
     if not world.samples:
@@ -229,7 +280,9 @@ def bring_up(world: World, shell: Shell) -> None:
             (shell.folder / names[0]).write_text(mixture(world.runs[0], world, weight=1 + number))
         grpc = shell.here(f"127.0.0.1:5005{number + 1}")
         ledger = "" if not number else f" --ledger sqlite:///{number}.db"
-        shell.serve(f"tokenloom serve {' '.join(names)} --grpc {grpc} --rest {shell.here(rest)}{ledger}")
+        shell.serve(
+            f"tokenloom serve {' '.join(names)} --grpc {grpc} --rest {shell.here(rest)}{ledger}"
+        )
         train(grpc, world.runs[0], world.samples // (1 + number), shell.folder)
 
 
@@ -241,16 +294,22 @@ def redis_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSe
 
 
 def commands_to_run(page: str) -> list[str]:
-    found = [command for block in blocks(PAGES[page]) if not block.mark for command in block.commands]
+    found = [
+        command for block in blocks(PAGES[page]) if not block.mark for command in block.commands
+    ]
     return [command for command in found if command.split()[0] not in NOT_RUN]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands_to_run(page)])
-def test_the_commands_of_a_page_run(page: str, corpora: Path, redis_of_pages: RedisServer, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_run(
+    page: str, corpora: Path, redis_of_pages: RedisServer, tmp_path: Path
+) -> None:
     shutil.copytree(corpora, tmp_path / "page", symlinks=True)
     redis_of_pages.client().flushall()
     shell = Shell(tmp_path / "page", redis_of_pages)
-    for name, text in re.findall(r"^```\w+\n# (\w+\.\w+)\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE):
+    for name, text in re.findall(
+        r"^```\w+\n# (\w+\.\w+)\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE
+    ):
         (shell.folder / name).write_text(text)
     try:
         bring_up(WORLDS.get(page, World()), shell)
@@ -265,7 +324,9 @@ def test_a_mark_stands_before_a_command_and_names_a_test_that_there_is() -> None
         for block in blocks(content):
             if not block.mark:
                 continue
-            assert block.commands, f"{page}, line {block.line}: '{block.mark}' stands before no command"
+            assert block.commands, (
+                f"{page}, line {block.line}: '{block.mark}' stands before no command"
+            )
             run_by = block.mark.startswith("run by ")
             for test in re.findall(r"tests/\S+\.py", block.mark):
                 text = (ROOT / test).read_text(encoding="utf-8")

@@ -20,7 +20,10 @@ from tokenloom import RemoteDataset
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 #: The page about plugins has a package for its example, which `test_plugins.py` serves.
-PAGES = sorted({*DOCS.glob("sources/*.md"), DOCS / "buckets.md", DOCS / "rows.md"} - {DOCS / "sources" / "plugins.md"})
+PAGES = sorted(
+    {*DOCS.glob("sources/*.md"), DOCS / "buckets.md", DOCS / "rows.md"}
+    - {DOCS / "sources" / "plugins.md"}
+)
 #: What a page's example needs beside files in its folder, by the page's name: environment variables.
 SURROUNDINGS: dict[str, AbstractContextManager[Mapping[str, str]]] = {
     "hf": hub_environment(),

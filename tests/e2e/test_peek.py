@@ -30,7 +30,9 @@ def peek(url: str, batch_size: int = 1, **options: Any) -> PeekDataset:
     return PeekDataset(url, batch_size, **with_connection(options))
 
 
-def peeked(url: str, batch_size: int = 1, steps: int | None = None, **options: Any) -> dict[int, Sample]:
+def peeked(
+    url: str, batch_size: int = 1, steps: int | None = None, **options: Any
+) -> dict[int, Sample]:
     """By sample index, what a peek shows."""
     receipt = Receipt()
     with peek(url, batch_size, **options) as dataset:
@@ -47,23 +49,43 @@ def ledger_rows(path: Path) -> dict[str, list[Mapping[str, Any]]]:
     """All that the ledger file holds, by table; without the lease, which a server renews as time passes."""
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
         connection.row_factory = sqlite3.Row
-        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        assert {"runs", "openings", "committed", "counters", "slots", "journal", "leases"} <= set(tables)
+        tables = [
+            name
+            for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        ]
+        assert {"runs", "openings", "committed", "counters", "slots", "journal", "leases"} <= set(
+            tables
+        )
         tables.remove("leases")
-        return {table: [dict(row) for row in connection.execute(f"SELECT * FROM {table}")] for table in tables}
+        return {
+            table: [dict(row) for row in connection.execute(f"SELECT * FROM {table}")]
+            for table in tables
+        }
 
 
 def standing(server: ServerProcess, run: str) -> dict[str, Any]:
     """Of the run's figures, what a trainer brings about."""
     found = server.get(f"/v1/runs/{run}/stats")
-    kept = ("run_uid", "generation", "world_size", "batch_size", "sample_index", "digest", "total_tokens", "ended")
+    kept = (
+        "run_uid",
+        "generation",
+        "world_size",
+        "batch_size",
+        "sample_index",
+        "digest",
+        "total_tokens",
+        "ended",
+    )
     ranks = [(rank["rank"], rank["connected"], rank["position"]) for rank in found["ranks"]]
     sources = [(source["samples"], source["rows"], source["tokens"]) for source in found["sources"]]
     return {key: found[key] for key in kept} | {"ranks": ranks, "sources": sources}
 
 
 def settled(server: ServerProcess, run: str, sample_index: int) -> dict[str, Any]:
-    wait_for(lambda: standing(server, run)["sample_index"] == sample_index, f"the commit of sample {sample_index}")
+    wait_for(
+        lambda: standing(server, run)["sample_index"] == sample_index,
+        f"the commit of sample {sample_index}",
+    )
     return standing(server, run)
 
 
@@ -80,7 +102,12 @@ def test_peeks_beside_two_ranks_show_what_these_get_and_change_nothing(
         assert peeked(url, 4, 2, at=11) == part(sequence, 11, 19)
         with peek(url, at=5) as dataset:
             batch = next(iter(dataset))
-            assert (dataset.rank, dataset.world_size, dataset.generation, dataset.start_index) == (0, 1, 0, 5)
+            assert (dataset.rank, dataset.world_size, dataset.generation, dataset.start_index) == (
+                0,
+                1,
+                0,
+                5,
+            )
             assert dataset.digest == rolling_digest(sequence[:6])
             assert (dataset.sample_index, batch["total_tokens"]) == (6, 6 * LENGTH)
             assert standing(server, run) == before
@@ -105,7 +132,9 @@ def test_training_resumes_at_the_state_of_a_peek(
         list(islice(dataset, 7))
         state = dataset.state_dict()
         assert json.loads(state["tokenloom"])["sample_index"] == 31
-    assert json.loads(at_once["tokenloom"])["sample_index"] == 0, "nothing is known before the first iter()"
+    assert json.loads(at_once["tokenloom"])["sample_index"] == 0, (
+        "nothing is known before the first iter()"
+    )
     # A peek resumes there, too.
     with peek(server.url(run)) as dataset:
         dataset.load_state_dict(state)
@@ -135,10 +164,12 @@ def test_the_command_shows_sources_documents_and_text(
     done = tokenloom("peek", server.url(run), "--at", 4, "--samples", 40, "--json")
     assert done.status == 0, done.output
     found = [json.loads(line) for line in done.output.splitlines()]
-    assert {line["sample"]: Sample(SPECS.index(line["spec"]), tuple(line["ids"])) for line in found} == part(
-        sequence, 4, 44
-    )
-    assert [line["digest"] for line in found] == [rolling_digest(sequence[: index + 1]) for index in range(4, 44)]
+    assert {
+        line["sample"]: Sample(SPECS.index(line["spec"]), tuple(line["ids"])) for line in found
+    } == part(sequence, 4, 44)
+    assert [line["digest"] for line in found] == [
+        rolling_digest(sequence[: index + 1]) for index in range(4, 44)
+    ]
     decode = Tokenizer.from_file(str(corpus.folder / "tokenizer.json")).decode
     for line in found:
         assert line["text"] == decode(line["ids"], skip_special_tokens=False)
@@ -159,7 +190,10 @@ def test_the_command_shows_sources_documents_and_text(
     assert all(line["text"] in texts for line in found[:2])
     assert "sample 5: " in texts
     # Where the ledger stands, if nothing is said.
-    assert json.loads(tokenloom("peek", server.url(run), "--samples", 1, "--json").output)["sample"] == 20
+    assert (
+        json.loads(tokenloom("peek", server.url(run), "--samples", 1, "--json").output)["sample"]
+        == 20
+    )
     assert ledger_rows(server.ledger_file) == rows
 
 
@@ -172,7 +206,10 @@ def test_the_command_says_where_the_data_end_and_what_is_wrong(
     assert f"{end - 1}" in done.output
     assert "the data end here: every source is exhausted" in done.output
     for arguments, says in (
-        ((url, "--at", end + 1), f"BeyondHorizon: sample {end + 1} does not exist: the data end at sample {end}"),
+        (
+            (url, "--at", end + 1),
+            f"BeyondHorizon: sample {end + 1} does not exist: the data end at sample {end}",
+        ),
         ((url, "--at", 10**7), "BeyondHorizon: sample 10000000 is "),
         ((f"{url}-2",), "NotFound: there is no run 'short-2' on this server"),
         (("ftp://x:1",), "ConfigError: 'ftp://x:1' is not the address of a server"),

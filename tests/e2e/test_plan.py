@@ -15,11 +15,16 @@ from tokenloom import NotFound, RemoteDataset, TokenBudget
 @pytest.fixture(scope="module")
 def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     """One with runs for all tests."""
-    endless = {"policy": "weighted", "children": [{"source": SPECS[0], "epochs": float("inf")}, {"source": SPECS[1]}]}
+    endless = {
+        "policy": "weighted",
+        "children": [{"source": SPECS[0], "epochs": float("inf")}, {"source": SPECS[1]}],
+    }
     return serve(
         *(corpus.mixture(run) for run in ("on-its-way", "budget")),
         corpus.mixture("endless", mixture=endless),
-        corpus.mixture("longer", phases=[{"until_tokens": 100}, {"sequence_length": 40}], last_micro_step="pad"),
+        corpus.mixture(
+            "longer", phases=[{"until_tokens": 100}, {"sequence_length": 40}], last_micro_step="pad"
+        ),
     )
 
 
@@ -48,7 +53,15 @@ def test_the_command_foretells_the_whole_run(
     picture = tmp_path / "shares.png"
     done = tokenloom("plan", mixture, "--tokens", "1K", "--picture", picture)
     assert done.status == 0, done.output
-    for part in ("code", "prose", "docs", "arrow:wiki", "runs out at", "planned up to 1,008 tokens", "shares over"):
+    for part in (
+        "code",
+        "prose",
+        "docs",
+        "arrow:wiki",
+        "runs out at",
+        "planned up to 1,008 tokens",
+        "shares over",
+    ):
         assert part in done.output, part
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -101,14 +114,19 @@ def test_a_trainers_budget_is_made_of_the_plan_from_the_beginning(
             pass
     # A rank that asks later, or after a resume, has the same target.
     assert TokenBudget.of(RemoteDataset(server.url("budget"), 4)) == before
-    assert TokenBudget.of(RemoteDataset(server.url("budget"), 4, accumulate=3)).samples_per_step == 12
+    assert (
+        TokenBudget.of(RemoteDataset(server.url("budget"), 4, accumulate=3)).samples_per_step == 12
+    )
     assert dataset.plan(1000)["until_tokens"] == 1008
 
     with pytest.raises(ValueError, match="this one has no end that is known: give a factor"):
         TokenBudget.of(RemoteDataset(server.url("endless"), 4))
     assert not caplog.records
     longer = TokenBudget.of(RemoteDataset(server.url("longer"), 4))
-    assert (longer.context_length, longer.target_total_tokens) == (40, (longer.dataset_samples or 0) * 40)
+    assert (longer.context_length, longer.target_total_tokens) == (
+        40,
+        (longer.dataset_samples or 0) * 40,
+    )
     assert "phases have other sequence lengths" in caplog.text
     with pytest.raises(NotFound, match="other"):
         RemoteDataset(server.url("other"), 4).plan()

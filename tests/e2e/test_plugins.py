@@ -36,11 +36,18 @@ class Package:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
-        found = re.search(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        found = re.search(
+            r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        )
         assert found is not None
         (folder / "acme_csv.py").write_text(found[1], encoding="utf-8")
 
-    def install(self, version: str = "1.0", entry: str = "acme = acme_csv:AcmeScheme", name: str = "acme-csv") -> None:
+    def install(
+        self,
+        version: str = "1.0",
+        entry: str = "acme = acme_csv:AcmeScheme",
+        name: str = "acme-csv",
+    ) -> None:
         for older in self.folder.glob(f"{name.replace('-', '_')}-*.dist-info"):
             shutil.rmtree(older)
         info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -61,14 +68,18 @@ def mixture(tmp_path: Path) -> Path:
     (tmp_path / "data").mkdir()
     for file in range(2):
         rows = [f'{number % 3},"Row {number} of file {file}, as text"' for number in range(100)]
-        (tmp_path / f"data/{file}.csv").write_text("score,text\n" + "\n".join(rows) + "\n", encoding="utf-8")
+        (tmp_path / f"data/{file}.csv").write_text(
+            "score,text\n" + "\n".join(rows) + "\n", encoding="utf-8"
+        )
     document = {
         "run": "tables",
         "tokenizer": "bytes",
         "sequence_length": 32,
         "mixture": {
             "policy": "least_consumed",
-            "children": [{"source": "acme:data/*.csv:text", "filter": "score >= 1", "shuffle": "shards"}],
+            "children": [
+                {"source": "acme:data/*.csv:text", "filter": "score >= 1", "shuffle": "shards"}
+            ],
         },
     }
     path = tmp_path / "mixture.yaml"
@@ -80,7 +91,9 @@ def test_a_run_of_a_plugin_is_served_resumed_and_refused_at_another_version(
     package: Package, mixture: Path, tmp_path: Path
 ) -> None:
     environment = {"PYTHONPATH": str(package.folder)}
-    server = ServerProcess(tmp_path / "server", mixture, options=(), flags=ALLOW, environment=environment)
+    server = ServerProcess(
+        tmp_path / "server", mixture, options=(), flags=ALLOW, environment=environment
+    )
     server.start()
     try:
         with World(server.url("tables")) as world:
@@ -94,7 +107,9 @@ def test_a_run_of_a_plugin_is_served_resumed_and_refused_at_another_version(
             assert world.run().receipt.sequence(7) == rest
         server.kill()
         package.install("2.0")
-        with pytest.raises(RuntimeError, match=r"comes from acme-csv 2\.0, but the run began with acme-csv 1\.0"):
+        with pytest.raises(
+            RuntimeError, match=r"comes from acme-csv 2\.0, but the run began with acme-csv 1\.0"
+        ):
             server.start()
     finally:
         server.kill()
@@ -116,13 +131,17 @@ def test_a_revision_that_names_one_records_it_and_is_refused_at_another_version(
     document["mixture"]["children"] = [{"source": "txt:a.txt:text"}]
 
     def begun() -> Timeline:
-        return Timeline(create(parse(document, where="test", catalog=open_catalog(["acme"])), tmp_path, None))
+        return Timeline(
+            create(parse(document, where="test", catalog=open_catalog(["acme"])), tmp_path, None)
+        )
 
     timeline = revised(begun(), 4, add=[{"child": added}])
     content = json.loads(timeline.revisions[0].content)
     assert content["plugins"] == {"acme": {"distribution": "acme-csv", "version": "1.0"}}
     package.install("1.1")
-    with pytest.raises(SourceChanged, match=r"comes from acme-csv 1\.1, but the run began with acme-csv 1\.0"):
+    with pytest.raises(
+        SourceChanged, match=r"comes from acme-csv 1\.1, but the run began with acme-csv 1\.0"
+    ):
         begun().with_revisions(timeline.revisions)
 
 
@@ -133,7 +152,10 @@ def test_commands_load_it_where_option_or_environment_allow_it(
     refused = run_module("validate", mixture)
     assert refused.status == 2
     output = " ".join(refused.output.split())
-    assert "comes from the package acme-csv 1.0, whose code is not run unless you allow it: start with " in output
+    assert (
+        "comes from the package acme-csv 1.0, whose code is not run unless you allow it: start with "
+        in output
+    )
     assert "--allow-plugins acme" in output
     assert run_module("validate", mixture, *ALLOW).status == 0
     monkeypatch.setenv("TOKENLOOM_ALLOW_PLUGINS", "acme")
@@ -141,16 +163,23 @@ def test_commands_load_it_where_option_or_environment_allow_it(
 
 
 def test_one_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no installed package brings the source scheme 'acme'; there is none"):
+    with pytest.raises(
+        ConfigError, match="no installed package brings the source scheme 'acme'; there is none"
+    ):
         SourceCatalog(["acme"])
-    with pytest.raises(ConfigError, match="the scheme is 'acme', expected one of parquet:GLOB:COLUMN"):
+    with pytest.raises(
+        ConfigError, match="the scheme is 'acme', expected one of parquet:GLOB:COLUMN"
+    ):
         SourceCatalog().spec("acme:a.csv:text")
 
 
 @pytest.mark.parametrize(
     ("install", "fault"),
     [
-        (lambda p: p.install(entry="acme = acme_nowhere:AcmeScheme"), r"of acme-csv 1\.0 cannot be loaded \(ModuleNot"),
+        (
+            lambda p: p.install(entry="acme = acme_nowhere:AcmeScheme"),
+            r"of acme-csv 1\.0 cannot be loaded \(ModuleNot",
+        ),
         (
             lambda p: p.install(entry="acme = acme_csv:table_of"),
             r"expected a tokenloom_server\.sources\.scheme\.Scheme",
@@ -159,16 +188,27 @@ def test_one_that_is_not_there_is_refused() -> None:
             lambda p: p.install(entry="tsv = acme_csv:AcmeScheme"),
             "as the source scheme 'tsv', expected a .* of that name",
         ),
-        (lambda p: p.install(entry="txt = acme_csv:AcmeScheme"), "'txt' is a scheme of Tokenloom's own"),
-        (lambda p: p.install(name="other-csv"), r"comes from .*-csv 1\.0 and from .*-csv 1\.0; uninstall one"),
+        (
+            lambda p: p.install(entry="txt = acme_csv:AcmeScheme"),
+            "'txt' is a scheme of Tokenloom's own",
+        ),
+        (
+            lambda p: p.install(name="other-csv"),
+            r"comes from .*-csv 1\.0 and from .*-csv 1\.0; uninstall one",
+        ),
     ],
 )
 def test_one_that_cannot_be_meant_is_refused(
-    package: Package, install: Callable[[Package], None], fault: str, monkeypatch: pytest.MonkeyPatch
+    package: Package,
+    install: Callable[[Package], None],
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(package)
     monkeypatch.syspath_prepend(str(package.folder))
-    name = re.search(r"^(\w+) =", next(package.folder.glob("acme*/entry_points.txt")).read_text(), re.MULTILINE)
+    name = re.search(
+        r"^(\w+) =", next(package.folder.glob("acme*/entry_points.txt")).read_text(), re.MULTILINE
+    )
     assert name is not None
     with pytest.raises(ConfigError, match=fault):
         SourceCatalog([name[1]])
@@ -205,11 +245,16 @@ def test_a_reader_that_opens_without_rows_is_refused_by_name(
     package: Package, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = package.folder / "acme_csv.py"
-    module.write_text(re.sub(r".*_refuse_without_rows.*\n", "", module.read_text()), encoding="utf-8")
+    module.write_text(
+        re.sub(r".*_refuse_without_rows.*\n", "", module.read_text()), encoding="utf-8"
+    )
     mixture.write_text(mixture.read_text().replace("score >= 1", 'text != "x"'), encoding="utf-8")
     for path in mixture.parent.glob("data/*.csv"):
         path.write_bytes(TEXT.partition(b"1")[0])
     monkeypatch.setenv("PYTHONPATH", str(package.folder))
     refused = run_module("plan", mixture, *ALLOW)
     assert refused.status == 2
-    assert "SourceError: source 'acme:data/*.csv:text' has no rows: its 2 files have none" in refused.output
+    assert (
+        "SourceError: source 'acme:data/*.csv:text' has no rows: its 2 files have none"
+        in refused.output
+    )

@@ -14,9 +14,13 @@ def test_a_bad_line_reaches_every_rank_at_one_step_with_file_and_line_and_no_oth
     corpus: Corpus, start_server: StartServer
 ) -> None:
     good = [json.dumps({"text": f"line number {number} of many"}) for number in range(60)]
-    (corpus.folder / "broken.jsonl").write_bytes("\n".join(good).encode() + b'\n{"text": "b\xe4d"}\n')
+    (corpus.folder / "broken.jsonl").write_bytes(
+        "\n".join(good).encode() + b'\n{"text": "b\xe4d"}\n'
+    )
     mixture = {"policy": "weighted", "children": [{"source": "jsonl:broken.jsonl:text"}]}
-    server = start_server(corpus.mixture("broken", mixture=mixture, tokenizer="bytes"), corpus.mixture("beside"))
+    server = start_server(
+        corpus.mixture("broken", mixture=mixture, tokenizer="bytes"), corpus.mixture("beside")
+    )
     with World(server.url("broken"), 2, 3) as world:
         world.join()
         errors, steps = [], []
@@ -58,4 +62,6 @@ def test_what_begins_again_says_so_loudly_and_a_loaded_state_wins(
             indices = [batch["sample_index"] for _, batch in zip(range(4), dataset, strict=False)]
             state = dataset.state_dict()
         assert indices == [begin + 4, begin + 8, begin + 12, begin + 16]
-        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == warnings
+        assert [
+            record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+        ] == warnings

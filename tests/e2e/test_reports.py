@@ -45,17 +45,25 @@ def refusal(rpc: Rpc, asked: wire.ReportRequest) -> tuple[str, str]:
 
 
 def test_losses_are_shown_and_move_nothing(
-    corpus: Corpus, start_server: StartServer, rpc: Callable[[ServerProcess], Rpc], tokenloom: CommandLine
+    corpus: Corpus,
+    start_server: StartServer,
+    rpc: Callable[[ServerProcess], Rpc],
+    tokenloom: CommandLine,
 ) -> None:
     server = start_server(corpus.mixture(RUN))
     calls = rpc(server)
     path = f"/v1/runs/{RUN}"
     nobody = wire.ReportRequest(run=RUN, run_uid="x", generation=1)
-    assert refusal(calls, nobody)[0] == "LedgerRolledBack"  # of a generation that the ledger never had
+    assert (
+        refusal(calls, nobody)[0] == "LedgerRolledBack"
+    )  # of a generation that the ledger never had
     assert refusal(calls, wire.ReportRequest(run="other"))[0] == "NotFound"
     with World(server.url(RUN), 2, 2) as world:
         world.steps(3)
-        wait_for(lambda: server.get(f"{path}/stats")["sample_index"] == 12, "the commit of three micro-steps")
+        wait_for(
+            lambda: server.get(f"{path}/stats")["sample_index"] == 12,
+            "the commit of three micro-steps",
+        )
         before = server.get(f"{path}/stats")
         assert before["reported"] is None
         assert server.get(f"{path}/losses")["sample_index"] == []
@@ -70,9 +78,16 @@ def test_losses_are_shown_and_move_nothing(
         code, prose, docs, _ = stats["sources"]
         # Smoothed: what came before counts nine tenths.
         assert code["loss"] == pytest.approx((0.9 * 60 + 10) / (0.9 * 30 + 10))
-        assert (code["last_loss"], prose["loss"], docs["loss"], docs["last_loss"]) == (1.0, None, 4.0, 4.0)
+        assert (code["last_loss"], prose["loss"], docs["loss"], docs["last_loss"]) == (
+            1.0,
+            None,
+            4.0,
+            4.0,
+        )
         reported = stats["reported"]
-        assert {name: reported[name] for name in ("sample_index", "total_tokens", "step", "loss")} == {
+        assert {
+            name: reported[name] for name in ("sample_index", "total_tokens", "step", "loss")
+        } == {
             "sample_index": 8,
             "total_tokens": 128,
             "step": 2,

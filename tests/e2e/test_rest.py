@@ -23,7 +23,9 @@ def server(corpus: Corpus, serve: StartServer) -> ServerProcess:
     return serve(*mixtures)
 
 
-def test_one_server_serves_two_runs_whose_counters_are_their_own(server: ServerProcess, sequence: list[Sample]) -> None:
+def test_one_server_serves_two_runs_whose_counters_are_their_own(
+    server: ServerProcess, sequence: list[Sample]
+) -> None:
     assert server.get("/v1/runs")["runs"] == sorted(RUNS)
     with World(server.url("first"), 2, 1) as first, World(server.url("second"), 1, 3) as second:
         for _ in range(4):
@@ -36,13 +38,20 @@ def test_one_server_serves_two_runs_whose_counters_are_their_own(server: ServerP
 
 
 def test_figures_equal_a_recount_over_rest_and_grpc_and_on_the_command_line(
-    server: ServerProcess, corpus: Corpus, rpc: Callable[[ServerProcess], Rpc], tokenloom: CommandLine
+    server: ServerProcess,
+    corpus: Corpus,
+    rpc: Callable[[ServerProcess], Rpc],
+    tokenloom: CommandLine,
 ) -> None:
     with World(server.url("counted"), 3, 4) as world:
         samples = world.steps(6).receipt.sequence()
         connected = server.get("/v1/runs/counted/stats")
         assert [rank["connected"] for rank in connected["ranks"]] == [True] * 3
-        assert (connected["world_size"], connected["batch_size"], connected["generation"]) == (3, 4, 1)
+        assert (connected["world_size"], connected["batch_size"], connected["generation"]) == (
+            3,
+            4,
+            1,
+        )
     figures = server.get("/v1/runs/counted/stats")
     assert figures["sample_index"] == len(samples) == 72
     assert figures["digest"] == world.digest == rolling_digest(samples)
@@ -52,16 +61,26 @@ def test_figures_equal_a_recount_over_rest_and_grpc_and_on_the_command_line(
         assert source["tokens"] == corpus.tokens(samples)[spec]
         assert source["rows"] == corpus.rows(samples)[spec]
         assert source["actual_share"] == pytest.approx(source["tokens"] / figures["total_tokens"])
-    by_rpc = json.loads(rpc(server).stub.Stats(wire.StatsRequest(run="counted"), timeout=120).stats_json)
+    by_rpc = json.loads(
+        rpc(server).stub.Stats(wire.StatsRequest(run="counted"), timeout=120).stats_json
+    )
     assert by_rpc["sources"] == figures["sources"]
     shown = tokenloom("stats", server.rest_url, "--run", "counted")
     assert shown.status == 0
     assert f"counted: sample 72, {figures['total_tokens']:,} tokens committed" in shown.output
     lines = tokenloom("stats", server.rest, "--json").output.splitlines()
     assert [json.loads(line)["run"] for line in lines] == sorted(RUNS)
-    metrics = [line for line in server.request("GET", "/metrics").text.splitlines() if 'run="counted"' in line]
+    metrics = [
+        line
+        for line in server.request("GET", "/metrics").text.splitlines()
+        if 'run="counted"' in line
+    ]
     for alias, spec in zip(("code", "prose", "docs", SPECS[3]), SPECS, strict=True):
-        found = [line for line in metrics if line.startswith("tokenloom_source_tokens_total{") and f'"{alias}"' in line]
+        found = [
+            line
+            for line in metrics
+            if line.startswith("tokenloom_source_tokens_total{") and f'"{alias}"' in line
+        ]
         assert [float(line.split()[-1]) for line in found] == [corpus.tokens(samples)[spec]]
 
 
@@ -70,12 +89,16 @@ def test_health_readiness_and_reflection_answer(server: ServerProcess) -> None:
     assert server.get("/readyz") == {"status": "ready"}
     assert "Tokenloom" in server.request("GET", "/").text
     assert "/v1/runs/{run}/restore" in server.get("/openapi.json")["paths"]
-    with grpc.insecure_channel(server.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+    with grpc.insecure_channel(
+        server.grpc, options=[("grpc.use_local_subchannel_pool", 1)]
+    ) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", "tokenloom.v2.DataLoader"):
             answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=120)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        (found,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, timeout=120)
+        (found,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            asked, timeout=120
+        )
         names = {service.name for service in found.list_services_response.service}
         assert {"tokenloom.v2.DataLoader", "grpc.health.v1.Health"} <= names

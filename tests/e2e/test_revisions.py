@@ -81,7 +81,9 @@ def check(world: World, timeline: Timeline, begin: int = 0) -> list[Sample]:
     start = digest_hex(pipeline.state().digest)
     pipeline.advance(len(samples))
     assert pipeline.sample_index == begin + len(samples)
-    assert rolling_digest(samples, digest=start) == digest_hex(pipeline.state().digest) == world.digest
+    assert (
+        rolling_digest(samples, digest=start) == digest_hex(pipeline.state().digest) == world.digest
+    )
     return samples
 
 
@@ -93,7 +95,9 @@ class Mixture:
         self._path = f"/v1/runs/{run}"
 
     def revise(self, **change: Any) -> dict[str, Any]:
-        answer = self._server.request("PATCH", f"{self._path}/mixture", json={"reason": "why", **change})
+        answer = self._server.request(
+            "PATCH", f"{self._path}/mixture", json={"reason": "why", **change}
+        )
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
@@ -115,7 +119,10 @@ def test_a_change_holds_for_all_ranks_from_the_index_that_was_told_also_where_th
     path = write_mixture(folder, run)
     server = start_server(path, ledger=redis_url)
     mixture = Mixture(server, run)
-    change = {"set": [{"child": "a", "weight": 0.5}, {"child": "c", "weight": 6}], "add": [{"child": LATE}]}
+    change = {
+        "set": [{"child": "a", "weight": 0.5}, {"child": "c", "weight": 6}],
+        "add": [{"child": LATE}],
+    }
     # Not at a state boundary: it comes within a group.
     index = GROUP + 21
     with World(server.url(run), RANKS, BATCH) as world:
@@ -126,13 +133,22 @@ def test_a_change_holds_for_all_ranks_from_the_index_that_was_told_also_where_th
         assert made["changes"] == tried["changes"]
         assert made["changes"][:2] == ["a: weight 2 → 0.5", "c: weight 1 → 6"]
         assert made["total_tokens"] == index * LENGTH
-        assert [each["sample_index"] for each in mixture.read()["revisions"]] == [index], "what was only tried was made"
-        assert f"{run}: revision 1 holds from sample {index} on (why): a: weight 2 → 0.5" in server.log
+        assert [each["sample_index"] for each in mixture.read()["revisions"]] == [index], (
+            "what was only tried was made"
+        )
+        assert (
+            f"{run}: revision 1 holds from sample {index} on (why): a: weight 2 → 0.5" in server.log
+        )
         for depth, status in ((50, 200), (300, 422), (5000, 422)):
-            text = '{"reason":"why","dry_run":true,"mixture":' + '{"policy":"weighted","children":[' * depth
+            text = (
+                '{"reason":"why","dry_run":true,"mixture":'
+                + '{"policy":"weighted","children":[' * depth
+            )
             text += json.dumps(LATE) + "]}" * depth + "}"
             headers = {"content-type": "application/json"}
-            answer = server.request("PATCH", f"/v1/runs/{run}/mixture", content=text, headers=headers)
+            answer = server.request(
+                "PATCH", f"/v1/runs/{run}/mixture", content=text, headers=headers
+            )
             assert answer.status_code == status, depth
         for stop in (index, index + 40, index + 2 * GROUP):
             until(world, stop)
@@ -153,7 +169,9 @@ def test_a_change_holds_for_all_ranks_from_the_index_that_was_told_also_where_th
     assert found["mixture"]["children"][2]["weight"] == 6
 
 
-def test_a_phase_with_longer_samples_is_joined_again_from_the_state(folder: Path, start_server: StartServer) -> None:
+def test_a_phase_with_longer_samples_is_joined_again_from_the_state(
+    folder: Path, start_server: StartServer
+) -> None:
     run = "longer"
     begin = 101
     phases = [{"until_tokens": begin * LENGTH}, {"sequence_length": 4 * LENGTH}]
@@ -163,7 +181,10 @@ def test_a_phase_with_longer_samples_is_joined_again_from_the_state(folder: Path
         state = world.run().state()
         reason = world.ranks[0].end_reason
         assert reason is not None
-        assert f"sample {begin} begins phase 1, with a sequence length of {4 * LENGTH} instead of {LENGTH}" in reason
+        assert (
+            f"sample {begin} begins phase 1, with a sequence length of {4 * LENGTH} instead of {LENGTH}"
+            in reason
+        )
         check(world, course_of(path))
     with World(server.url(run), RANKS, BATCH, state=state) as world:
         until(world, begin + 40)
@@ -175,7 +196,10 @@ def test_a_file_is_compared_with_what_revisions_made_of_it_and_not_with_a_later_
     folder: Path, start_server: StartServer
 ) -> None:
     run = "filed"
-    phases = [{"until_tokens": 2000}, {"until_tokens": 4000, "mixture": NODE | {"policy": "weighted"}}]
+    phases = [
+        {"until_tokens": 2000},
+        {"until_tokens": 4000, "mixture": NODE | {"policy": "weighted"}},
+    ]
     server = start_server(write_mixture(folder, run, phases=phases))
 
     def made() -> list[list[str]]:
@@ -184,7 +208,9 @@ def test_a_file_is_compared_with_what_revisions_made_of_it_and_not_with_a_later_
     server.kill()
     write_mixture(folder, run, phases=phases, mixture=HEAVIER)
     server.start_with("--revise", "more of a")
-    assert made() == [["a: weight 2 → 5", "until sample 125, where phase 1 begins with a mixture of its own"]]
+    assert made() == [
+        ["a: weight 2 → 5", "until sample 125, where phase 1 begins with a mixture of its own"]
+    ]
     # Without the flag there is nothing that the file would change.
     server.kill()
     server.start_with()
@@ -210,11 +236,19 @@ def test_a_source_that_was_preserved_comes_back_from_the_command_line_and_goes_o
     ]
     why = ("--reason", "it is back", "--author", "ada")
     line = f"late: goes on: spec={spec} sample_row=7 shard=late.parquet offset=7"
-    with World(server.url(run), RANKS, BATCH, state={"resume_state": {"datasets": entries}}) as world:
+    with World(
+        server.url(run), RANKS, BATCH, state={"resume_state": {"datasets": entries}}
+    ) as world:
         until(world.join(), 10)
-        assert json.loads(world.state()["tokenloom"])["resume_state"]["datasets"][-1] == {**entries[1], "unknown": True}
+        assert json.loads(world.state()["tokenloom"])["resume_state"]["datasets"][-1] == {
+            **entries[1],
+            "unknown": True,
+        }
         add = ("mixture", "add", server.rest_url, spec, "--alias", "late", *why)
-        assert "late: is read from its first row" in tokenloom(*add, "--from-start", "--dry-run").output
+        assert (
+            "late: is read from its first row"
+            in tokenloom(*add, "--from-start", "--dry-run").output
+        )
         assert line in tokenloom(*add).output
         assert line in server.log_path.read_text()
         until(world, 3 * GROUP)
@@ -223,7 +257,10 @@ def test_a_source_that_was_preserved_comes_back_from_the_command_line_and_goes_o
     first = next(sample for sample in received if sample.source == 3)
     assert first.ids[0] == NUMBERS["late"] + 7
     datasets = json.loads(state["tokenloom"])["resume_state"]["datasets"]
-    assert [entry["spec"] for entry in datasets] == [*(child["source"] for child in NODE["children"]), spec]
+    assert [entry["spec"] for entry in datasets] == [
+        *(child["source"] for child in NODE["children"]),
+        spec,
+    ]
 
 
 def test_the_file_of_rows_that_a_revision_left_out_has_to_stay_as_it_was(folder: Path) -> None:

@@ -24,7 +24,9 @@ def wait_for_commit(server: ServerProcess, run: str, sample_index: int) -> None:
     wait_for(lambda: committed() == sample_index, f"the commit of sample {sample_index}")
 
 
-@pytest.mark.parametrize(("ledger", "prefetch_steps"), [("sqlite", 1), ("redis", 1000)], indirect=["ledger"])
+@pytest.mark.parametrize(
+    ("ledger", "prefetch_steps"), [("sqlite", 1), ("redis", 1000)], indirect=["ledger"]
+)
 def test_ranks_survive_a_server_that_is_killed_and_started_again(
     corpus: Corpus,
     sequence: list[Sample],
@@ -96,13 +98,26 @@ def test_ranks_go_over_to_the_standby_when_their_server_dies(
 
 
 def test_a_second_server_is_refused_while_the_first_leads_or_waits_until_it_is_told_to_end(
-    corpus: Corpus, start_server: StartServer, tokenloom: CommandLine, redis_url: str, tmp_path: Path
+    corpus: Corpus,
+    start_server: StartServer,
+    tokenloom: CommandLine,
+    redis_url: str,
+    tmp_path: Path,
 ) -> None:
     run = "led"
     mixture = corpus.mixture(run)
     # A leader that has no time for a while is to keep its lease.
     leader = start_server(mixture, ledger=redis_url, flags=("--lease", 60))
-    serve = ("serve", mixture, "--ledger", redis_url, "--grpc", "127.0.0.1:0", "--rest", "127.0.0.1:0")
+    serve = (
+        "serve",
+        mixture,
+        "--ledger",
+        redis_url,
+        "--grpc",
+        "127.0.0.1:0",
+        "--rest",
+        "127.0.0.1:0",
+    )
     refused = tokenloom(*serve, *LEASE)
     assert refused.status == 2
     assert "LeaseHeld" in refused.output
@@ -134,7 +149,9 @@ def test_a_server_that_is_told_to_end_does_so_with_clients_connected_and_commits
             assert end() == 0
             assert not server.ready_file.exists()
             assert "Traceback" not in server.log
-            late = threading.Thread(target=world.steps, args=(4,))  # it waits in next() while the server is away
+            late = threading.Thread(
+                target=world.steps, args=(4,)
+            )  # it waits in next() while the server is away
             late.start()
             server.start()
             late.join(60)
@@ -149,6 +166,10 @@ def test_a_server_that_starts_removes_the_ready_file_of_one_that_was_killed(
     server.kill()
     server.ready_file.write_text("of one that was killed")
     server.start()
-    assert json.loads(server.ready_file.read_text()) == {"grpc": server.grpc, "rest": server.rest, "runs": ["ready"]}
+    assert json.loads(server.ready_file.read_text()) == {
+        "grpc": server.grpc,
+        "rest": server.rest,
+        "runs": ["ready"],
+    }
     line = f"tokenloom is ready: gRPC on {server.grpc}, REST and page on http://{server.rest}/ (runs: ready)"
     assert server.log.splitlines().count(line) == 2

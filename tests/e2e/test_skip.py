@@ -35,18 +35,29 @@ def test_a_bad_range_stays_passed_over_through_restarts_crashes_and_later_restor
     ):
         refused = tokenloom("restore", server.rest_url, *arguments)
         assert (refused.status, said in refused.output) == (2, True), refused.output
-    pinned = tokenloom("restore", server.rest_url, "--run", run, "--sample", 20, "--skip-samples", 7)
+    pinned = tokenloom(
+        "restore", server.rest_url, "--run", run, "--sample", 20, "--skip-samples", 7
+    )
     assert f"resumes from sample 20 (digest {rolling_digest(sequence[:20])})" in pinned.output
     assert "from then on, what the order passes over: 7 samples at sample 20" in pinned.output
     server.kill()
     server.start()
     shown = tokenloom("stats", server.rest_url, "--run", run).output
-    assert "pinned for the next launch: sample 20; from then on 7 samples at sample 20 are passed over" in shown
-    with pytest.raises(JoinRefused, match=r"a restore pinned sample 20 .* resumes from sample 40 .*restore --cancel"):
+    assert (
+        "pinned for the next launch: sample 20; from then on 7 samples at sample 20 are passed over"
+        in shown
+    )
+    with pytest.raises(
+        JoinRefused,
+        match=r"a restore pinned sample 20 .* resumes from sample 40 .*restore --cancel",
+    ):
         next(iter(loaded(server.url(run), later)))
     given = sequence[:20] + sequence[27:]
     # The trainer's own checkpoint on every rank. It dies before it saves, and loads the same one again, and others do.
-    with caplog.at_level("WARNING", "tokenloom"), World(server.url(run), 2, 2, state=checkpoint) as world:
+    with (
+        caplog.at_level("WARNING", "tokenloom"),
+        World(server.url(run), 2, 2, state=checkpoint) as world,
+    ):
         world.join()
         begun = world.state()
         world.steps(4)
@@ -68,10 +79,16 @@ def test_a_bad_range_stays_passed_over_through_restarts_crashes_and_later_restor
     file.write_text(json.dumps(later), encoding="utf-8")
     pinned = tokenloom("restore", server.rest_url, "--run", run, "--state", file, "--undo-skip")
     assert "from then on, what the order passes over: nothing" in pinned.output
-    assert "nothing is pinned any more" in tokenloom("restore", server.rest_url, "--run", run, "--cancel").output
+    assert (
+        "nothing is pinned any more"
+        in tokenloom("restore", server.rest_url, "--run", run, "--cancel").output
+    )
     with pytest.raises(SnapshotInvalid, match="--undo-skip"):
         next(iter(loaded(server.url(run), later)))
-    assert tokenloom("restore", server.rest_url, "--run", run, "--state", file, "--undo-skip").status == 0
+    assert (
+        tokenloom("restore", server.rest_url, "--run", run, "--state", file, "--undo-skip").status
+        == 0
+    )
     with World(server.url(run), 2, 2, state=later) as world:
         world.steps(2)
         assert world.receipt.sequence(40) == sequence[40:48]

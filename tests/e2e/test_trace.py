@@ -52,7 +52,11 @@ def test_the_command_shows_documents_steps_and_text(
     text = tokenloom("trace", server.rest_url, *of_run, "--sample", 9, "--text").output
     with_text = traced("--sample", 9, "--text")
     assert tuple(with_text["ids"]) == sequence[9].ids
-    assert all(document["text"].split()[0] in text for document in with_text["documents"] if document["text"].strip())
+    assert all(
+        document["text"].split()[0] in text
+        for document in with_text["documents"]
+        if document["text"].strip()
+    )
     step = tokenloom("trace", server.rest_url, *of_run, "--micro-step", 3).output
     assert "shown: micro-step 3 of generation 1 (2 ranks × 1): samples 6 to 7" in step
     one = traced("--micro-step", 3, "--rank", 1)

@@ -17,7 +17,9 @@ def installed(folder: Path, release: str) -> dict[str, str]:
     """The environment in which this tree is a release of that number."""
     described = folder / release / f"tokenloom-{release}.dist-info"
     described.mkdir(parents=True)
-    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tokenloom\nVersion: {release}\n")
+    (described / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: tokenloom\nVersion: {release}\n"
+    )
     return {"PYTHONPATH": str(described.parent)}
 
 
@@ -35,7 +37,9 @@ def test_a_server_is_replaced_by_the_next_release_while_a_trainer_goes_on(tmp_pa
                 if release is not None:
                     server.terminate()
                     newer = installed(tmp_path, release)
-                    replacing = ServerProcess(tmp_path / "server", path, options=(), environment=newer)
+                    replacing = ServerProcess(
+                        tmp_path / "server", path, options=(), environment=newer
+                    )
                     replacing.grpc, replacing.rest = server.grpc, server.rest
                     server = replacing.start()
                     assert server.get("/healthz")["version"] == release
@@ -45,7 +49,8 @@ def test_a_server_is_replaced_by_the_next_release_while_a_trainer_goes_on(tmp_pa
             assert digests == whole
             assert server.get(f"/v1/runs/{run}/stats")["generation"] == 1
         with pytest.raises(
-            ProtocolError, match=rf"Tokenloom {own_release()}, and this server {releases[1]}: .* install"
+            ProtocolError,
+            match=rf"Tokenloom {own_release()}, and this server {releases[1]}: .* install",
         ):
             iter(RemoteDataset(server.url(run), 2, resume="latest", takeover=True))
     finally:

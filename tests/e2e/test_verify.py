@@ -34,7 +34,9 @@ def servers(corpus: Corpus, serve: StartServer) -> dict[str, ServerProcess]:
         world.steps(9)
     first.kill()
     first.start()  # what is told is that of the ledger
-    return dict.fromkeys(("wide", "rewound", "untouched"), first) | dict.fromkeys(("narrow", "seeded"), second)
+    return dict.fromkeys(("wide", "rewound", "untouched"), first) | dict.fromkeys(
+        ("narrow", "seeded"), second
+    )
 
 
 @pytest.fixture
@@ -48,7 +50,10 @@ def saved(server: ServerProcess, run: str, index: int, folder: Path) -> Path:
     made = server.request("POST", f"/v1/runs/{run}/snapshots", json={"sample_index": index})
     assert made.status_code == 201, made.text
     path = folder / f"{run}-{index}.json"
-    path.write_text(server.request("GET", f"/v1/runs/{run}/snapshots/{made.json()['id']}").text, encoding="utf-8")
+    path.write_text(
+        server.request("GET", f"/v1/runs/{run}/snapshots/{made.json()['id']}").text,
+        encoding="utf-8",
+    )
     return path
 
 
@@ -64,17 +69,24 @@ def test_a_receipt_at_any_committed_index_is_what_trainers_got(
         found = receipt(server, "rewound", sample_index=index)
         assert found["digest"] == rolling_digest(sequence[:index])
         assert found["total_tokens"] == index * LENGTH
-        counted = {spec: tokens // LENGTH for spec, tokens in corpus.tokens(sequence[:index]).items()}
+        counted = {
+            spec: tokens // LENGTH for spec, tokens in corpus.tokens(sequence[:index]).items()
+        }
         assert found["samples"] == counted
     assert receipt(server, "rewound")["sample_index"] == 51
     beyond = server.request("GET", "/v1/runs/rewound/receipt?sample_index=52")
     assert (beyond.status_code, beyond.json()["error"]) == (416, "BeyondHorizon")
 
 
-def test_the_same_order_is_proven_on_other_ranks_and_batches(runs: dict[str, str], tokenloom: CommandLine) -> None:
+def test_the_same_order_is_proven_on_other_ranks_and_batches(
+    runs: dict[str, str], tokenloom: CommandLine
+) -> None:
     done = tokenloom("verify", f"{runs['wide']}/wide", runs["narrow"], "--run-b", "narrow")
     assert done.status == 0, done.output
-    assert f"the same through sample index 51 ({51 * LENGTH:,} tokens), which is all of B" in done.output
+    assert (
+        f"the same through sample index 51 ({51 * LENGTH:,} tokens), which is all of B"
+        in done.output
+    )
     assert "not cryptographic" in done.output
     again = tokenloom("verify", f"{runs['wide']}/wide", f"{runs['rewound']}/rewound", "--json")
     assert again.status == 0, again.output
@@ -84,19 +96,28 @@ def test_the_same_order_is_proven_on_other_ranks_and_batches(runs: dict[str, str
 def test_snapshots_and_checkpoints_are_compared_with_servers_and_with_each_other(
     servers: dict[str, ServerProcess], runs: dict[str, str], tokenloom: CommandLine, tmp_path: Path
 ) -> None:
-    wide, narrow = saved(servers["wide"], "wide", 40, tmp_path), saved(servers["narrow"], "narrow", 40, tmp_path)
+    wide, narrow = (
+        saved(servers["wide"], "wide", 40, tmp_path),
+        saved(servers["narrow"], "narrow", 40, tmp_path),
+    )
     checkpoint = tmp_path / "checkpoint.json"
-    checkpoint.write_text(json.dumps({"step": 3, "data": {"tokenloom": narrow.read_text()}}), encoding="utf-8")
+    checkpoint.write_text(
+        json.dumps({"step": 3, "data": {"tokenloom": narrow.read_text()}}), encoding="utf-8"
+    )
     for a, b in ((wide, narrow), (wide, checkpoint), (checkpoint, f"{runs['rewound']}/rewound")):
         done = tokenloom("verify", a, b)
         assert done.status == 0, done.output
         assert f"the same through sample index 40 ({40 * LENGTH:,} tokens)" in done.output
-    seeded = tokenloom("verify", saved(servers["seeded"], "seeded", 40, tmp_path), f"{runs['wide']}/wide")
+    seeded = tokenloom(
+        "verify", saved(servers["seeded"], "seeded", 40, tmp_path), f"{runs['wide']}/wide"
+    )
     assert seeded.status == 1
     assert "seed: A has 8, B has 7" in seeded.output
     assert "the first sample that differs is one of" in seeded.output
     unknown = tokenloom(
-        "verify", saved(servers["wide"], "wide", 41, tmp_path), saved(servers["narrow"], "narrow", 49, tmp_path)
+        "verify",
+        saved(servers["wide"], "wide", 41, tmp_path),
+        saved(servers["narrow"], "narrow", 49, tmp_path),
     )
     assert unknown.status == 2
     assert "no other sample index up to 41 is known to both" in unknown.output
@@ -105,7 +126,11 @@ def test_snapshots_and_checkpoints_are_compared_with_servers_and_with_each_other
 @pytest.mark.parametrize(
     ("a", "b", "fault"),
     [
-        ("{wide}", "{narrow}/narrow", "serves 3 runs: rewound, untouched, wide; name one: its address with /RUN"),
+        (
+            "{wide}",
+            "{narrow}/narrow",
+            "serves 3 runs: rewound, untouched, wide; name one: its address with /RUN",
+        ),
         ("{wide}/wide", "{narrow}/nothing", "NotFound"),
         ("{wide}/wide", "none.json", "cannot be read"),
         ("{wide}/wide", "{ledger}", "SnapshotInvalid"),
@@ -115,7 +140,12 @@ def test_snapshots_and_checkpoints_are_compared_with_servers_and_with_each_other
     ],
 )
 def test_what_cannot_be_compared_is_told_with_status_2(
-    a: str, b: str, fault: str, servers: dict[str, ServerProcess], runs: dict[str, str], tokenloom: CommandLine
+    a: str,
+    b: str,
+    fault: str,
+    servers: dict[str, ServerProcess],
+    runs: dict[str, str],
+    tokenloom: CommandLine,
 ) -> None:
     ledger = servers["wide"].ledger_file
     done = tokenloom("verify", a.format(**runs, ledger=ledger), b.format(**runs, ledger=ledger))
@@ -140,9 +170,13 @@ def test_a_report_says_what_was_read_and_by_which_launches(
         assert source["share"] == pytest.approx(source["tokens"] / found["total_tokens"])
     assert [source["files"] for source in found["sources"]] == [2, 1, 1, 2]
     launches = [
-        (g["world_size"], g["batch_size"], g["start_index"], g["parent"], g["kept"]) for g in found["generations"]
+        (g["world_size"], g["batch_size"], g["start_index"], g["parent"], g["kept"])
+        for g in found["generations"]
     ]
-    assert launches == [(2, 4, 0, 0, {"first": 0, "end": 24}), (3, 1, 24, 1, {"first": 24, "end": 51})]
+    assert launches == [
+        (2, 4, 0, 0, {"first": 0, "end": 24}),
+        (3, 1, 24, 1, {"first": 24, "end": 51}),
+    ]
     assert found["software"]["tokenloom"]
     assert found["tokenizer"]["engine"] in ("gigatoken", "tokenizers")
     card = tokenloom("report", runs["rewound"], "--run", "rewound").output

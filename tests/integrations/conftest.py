@@ -14,7 +14,11 @@ def torch_forks() -> Iterator[Forks]:
     # The first optimizer imports the compiler.
     forks = Forks(
         *("torch.distributed", "torch._dynamo", "torch.nn.parallel", "tokenloom"),
-        *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.device_mesh"),
+        *(
+            "torch.distributed.fsdp",
+            "torch.distributed.checkpoint.state_dict",
+            "torch.distributed.device_mesh",
+        ),
         *("torch.distributed.tensor.parallel", "tokenloom.integrations.mesh"),
         *("torchdata.stateful_dataloader", "torch.utils.data.graph_settings"),
     )

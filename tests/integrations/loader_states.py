@@ -15,9 +15,14 @@ from tokenloom.integrations.stateful import StatefulLoader
 
 def main(url: str) -> None:
     with PeekDataset(url, 2, at="0") as peek:
-        order = [(batch["sample_ids"].tolist(), peek.state_dict()) for batch, _ in zip(peek, range(8), strict=False)]
+        order = [
+            (batch["sample_ids"].tolist(), peek.state_dict())
+            for batch, _ in zip(peek, range(8), strict=False)
+        ]
 
-    loader = StatefulLoader(RemoteDataset(url, 2), num_workers=1, collate_fn=_renamed, prefetch_factor=3)
+    loader = StatefulLoader(
+        RemoteDataset(url, 2), num_workers=1, collate_fn=_renamed, prefetch_factor=3
+    )
     with pytest.raises(RuntimeError, match=r"call iter\(\) on the loader first"):
         next(loader)
     before = loader.state_dict()
@@ -28,7 +33,11 @@ def main(url: str) -> None:
         batch = next(batches)
         assert batch["samples"] == order[number][0]
         # The worker is up to three batches ahead.
-        assert _place(loader.state_dict()) == (loader.sample_index, loader.total_tokens) == (2 * number + 2, batch["t"])
+        assert (
+            _place(loader.state_dict())
+            == (loader.sample_index, loader.total_tokens)
+            == (2 * number + 2, batch["t"])
+        )
         assert loader.digest in loader.state_dict()["tokenloom"]
     kept = loader.state_dict(at=6)
     assert _place(kept)[0] == 6

@@ -46,20 +46,36 @@ def main(url: str, folder: Path) -> None:
     tell_error("an option", lambda: dataset_of(columns=["lengths"]))
     tell_error("no dimension", lambda: mesh_dataset(url, mesh, 2, dp="dp"))
     tell_error("a part", lambda: mesh_dataset(url, mesh["tp"], 2, dp="tp"))
-    with dataset_of(url + "-not-there", connection=ConnectionOptions(connect_timeout_s=20)) as dataset:
+    with dataset_of(
+        url + "-not-there", connection=ConnectionOptions(connect_timeout_s=20)
+    ) as dataset:
         tell_error("no run", lambda: iter(dataset))
         tell_error("no run, again", lambda: next(iter(dataset)))
 
     with dataset_of(columns=["position_ids", "document_ids", "cu_seqlens"]) as dataset:
-        tell(what="start", rank=dataset.rank, of=dataset.world_size, leads=dataset.leads, state=dataset.state_dict())
+        tell(
+            what="start",
+            rank=dataset.rank,
+            of=dataset.world_size,
+            leads=dataset.leads,
+            state=dataset.state_dict(),
+        )
         states = []
         for batch in dataset:
             columns = {name: _plain(value) for name, value in batch.items()}
             states.append(dataset.state_dict())
             assert states[-1] == dataset.state_dict(at=batch["sample_index"])
             assert dataset.real_tokens == batch["real_tokens"] > 0
-            tell(what="batch", columns=columns, state=states[-1], digest=dataset.digest, tokens=dataset.total_tokens)
-            batch["labels"] += 1  # is a tensor of its own: to write into it changes no other, nor their versions
+            tell(
+                what="batch",
+                columns=columns,
+                state=states[-1],
+                digest=dataset.digest,
+                tokens=dataset.total_tokens,
+            )
+            batch["labels"] += (
+                1  # is a tensor of its own: to write into it changes no other, nor their versions
+            )
             assert batch["input_ids"]._version == 0
             assert _plain(batch["input_ids"]) == columns["input_ids"]
         known = {

@@ -35,7 +35,9 @@ def test_a_checkpoint_holds_whole_optimiser_steps_only(tmp_path: Path) -> None:
             with accelerator.accumulate(layer):
                 pass
             if number == 3:
-                with pytest.raises(RuntimeError, match=r"midst of an optimiser step \(batch 3 of steps of 2\)"):
+                with pytest.raises(
+                    RuntimeError, match=r"midst of an optimiser step \(batch 3 of steps of 2\)"
+                ):
                     accelerator.save_state(tmp_path / "half")
             if number == 4:
                 accelerator.save_state(tmp_path / "whole")
@@ -54,8 +56,12 @@ def test_a_checkpoint_holds_whole_optimiser_steps_only(tmp_path: Path) -> None:
 
 def test_a_dataset_of_other_ranks_or_steps_is_refused() -> None:
     dataset = RemoteDataset("grpc://127.0.0.1:1/run", 4, rank=0, world_size=2, attempt="a")
-    with pytest.raises(ValueError, match="the dataset is rank 0 of 2, but Accelerate runs 1 processes"):
+    with pytest.raises(
+        ValueError, match="the dataset is rank 0 of 2, but Accelerate runs 1 processes"
+    ):
         TokenloomLoader(Accelerator(cpu=True), dataset)
     dataset = RemoteDataset("grpc://127.0.0.1:1/run", 4, accumulate=2)
-    with pytest.raises(ValueError, match="has accumulate=2, but Accelerate has gradient_accumulation_steps=3"):
+    with pytest.raises(
+        ValueError, match="has accumulate=2, but Accelerate has gradient_accumulation_steps=3"
+    ):
         TokenloomLoader(Accelerator(cpu=True, gradient_accumulation_steps=3), dataset)

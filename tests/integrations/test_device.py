@@ -37,7 +37,9 @@ def message_of(layout: Layout, seed: int = 0, steps: int = STEPS) -> Message:
     """Steps of random ids, lengths, masks and documents; the last step of three has a sample of padding."""
     draws = np.random.default_rng(seed)
     samples = steps * layout.batch_size
-    ids = draws.integers(0, 2 ** (8 * layout.id_bytes), (samples, layout.width), np.uint64).astype(layout.id_type)
+    ids = draws.integers(0, 2 ** (8 * layout.id_bytes), (samples, layout.width), np.uint64).astype(
+        layout.id_type
+    )
     parts = [ids.view(np.uint8).reshape(samples, -1)]
     lengths = np.full(samples, layout.width)
     if layout.lengths:
@@ -51,8 +53,15 @@ def message_of(layout: Layout, seed: int = 0, steps: int = STEPS) -> Message:
     if not layout.lengths:
         sources[-1] = -1
     counts = draws.integers(0, 5, samples) if layout.document_starts else np.zeros(0, int)
-    limit = np.minimum(lengths, layout.sequence_length) if layout.lengths else np.full(samples, layout.sequence_length)
-    starts = [np.sort(draws.choice(max(1, limit[i]), min(n, max(1, limit[i])), False)) for i, n in enumerate(counts)]
+    limit = (
+        np.minimum(lengths, layout.sequence_length)
+        if layout.lengths
+        else np.full(samples, layout.sequence_length)
+    )
+    starts = [
+        np.sort(draws.choice(max(1, limit[i]), min(n, max(1, limit[i])), False))
+        for i, n in enumerate(counts)
+    ]
     return Message(
         layout,
         step_numbers(sources, steps, ranks=2, first=100),
@@ -70,7 +79,11 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], device: str) -
             continue
         tensor = found[name]
         assert tensor.device.type == device
-        assert (tensor.dtype, tensor.shape, tensor.stride()) == (value.dtype, value.shape, value.stride()), name
+        assert (tensor.dtype, tensor.shape, tensor.stride()) == (
+            value.dtype,
+            value.shape,
+            value.stride(),
+        ), name
         assert torch.equal(tensor.cpu(), value), name
 
 
@@ -82,7 +95,9 @@ def test_batches_of_all_layouts_equal_those_of_the_cpu(device: str, id_type: str
     for chosen in itertools.product([False, True], repeat=len(flags)):
         for asked in (frozenset(), COLUMNS):
             options = dict(zip(flags, chosen, strict=True))
-            layout = Layout(batch_size=SIZE, sequence_length=LENGTH, id_type=id_type, columns=asked, **options)
+            layout = Layout(
+                batch_size=SIZE, sequence_length=LENGTH, id_type=id_type, columns=asked, **options
+            )
             message, maker = message_of(layout, seed=compared), TensorMaker(layout)
             transfer = Transfer(torch.device(device), layout)
             for step in range(STEPS):
@@ -121,7 +136,9 @@ def test_a_step_that_was_sent_ahead_is_not_sent_again_and_may_be_dropped(device:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tensors_are_their_holders_alone(device: str) -> None:
-    layout = Layout(batch_size=SIZE, sequence_length=LENGTH, id_type="<u4", shifted=False, columns=COLUMNS)
+    layout = Layout(
+        batch_size=SIZE, sequence_length=LENGTH, id_type="<u4", shifted=False, columns=COLUMNS
+    )
     message, transfer = message_of(layout), Transfer(torch.device(device), layout)
     with torch.inference_mode():  # memory that is made here is used outside, too
         transfer.batch(message, 0)
@@ -158,14 +175,18 @@ def test_rows_in_batches_cross_as_they_are(device: str) -> None:
         data=data,
         buckets=[Bucket("b", "s", features, None)] * 2,
     )
-    transfer = Transfer(torch.device(device), Layout(batch_size=2, sequence_length=1, id_type="<u2", shifted=False))
+    transfer = Transfer(
+        torch.device(device), Layout(batch_size=2, sequence_length=1, id_type="<u2", shifted=False)
+    )
     for step in range(2):
         found, expected = transfer.batch(message, step), tensors_of(message.batch(step))
         assert found["caption"] == [caption] * 2
         assert found["latent"].dtype == torch.bfloat16
         for name in ("image", "latent", "length", "source_ids", "sample_ids"):
             assert found[name].device.type == device
-            assert torch.equal(found[name].cpu().view(torch.uint8), expected[name].view(torch.uint8)), name
+            assert torch.equal(
+                found[name].cpu().view(torch.uint8), expected[name].view(torch.uint8)
+            ), name
         assert (found["empty"].shape, found["empty"].device.type) == ((2, 0), device)
 
 
@@ -190,7 +211,13 @@ def test_no_memory_is_written_while_the_gpu_still_reads_it() -> None:
             torch.cuda._sleep(2_000_000)
             batch = transfer.batch(message, step)
             torch.cuda._sleep(2_000_000)
-            kept.append({name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)})
+            kept.append(
+                {
+                    name: value.clone()
+                    for name, value in batch.items()
+                    if isinstance(value, torch.Tensor)
+                }
+            )
             del batch
         if step + 1 < steps:
             transfer.send(message, step + 1)
@@ -217,7 +244,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "pack_window_rows": 16,
         "labels": "shifted",
         "mask_boundaries": True,
-        "mixture": {"policy": "least_consumed", "children": [{"source": "jsonl:rows.jsonl:text", "alias": "rows"}]},
+        "mixture": {
+            "policy": "least_consumed",
+            "children": [{"source": "jsonl:rows.jsonl:text", "alias": "rows"}],
+        },
     }
     path = folder / "device.yaml"
     path.write_text(yaml.safe_dump(mixture), encoding="utf-8")
@@ -226,12 +256,16 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_run_on_the_device_has_the_batches_and_states_of_one_on_the_cpu(url: str, device: str) -> None:
+def test_a_run_on_the_device_has_the_batches_and_states_of_one_on_the_cpu(
+    url: str, device: str
+) -> None:
     with PeekDataset(url, 4, at="fresh", columns=COLUMNS) as dataset:
         expected = [(dict(batch), dataset.state_dict()) for batch in dataset]
     assert len(expected) > 10
 
-    with RemoteDataset(url, 4, resume="fresh", takeover=True, device=device, columns=COLUMNS) as dataset:
+    with RemoteDataset(
+        url, 4, resume="fresh", takeover=True, device=device, columns=COLUMNS
+    ) as dataset:
         for (batch, place), found in zip(expected[:6], dataset, strict=False):
             assert_equal(dict(found), batch, device)
             # Though the next batch is on its way, the state is that of this one, and so is what the server is told.
@@ -246,7 +280,9 @@ def test_a_run_on_the_device_has_the_batches_and_states_of_one_on_the_cpu(url: s
         assert_equal(dict(found), batch, device)
 
 
-def test_what_cannot_be_sent_ahead_costs_no_batch(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_sent_ahead_costs_no_batch(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with PeekDataset(url, 4, at="fresh") as dataset:
         expected = list(dataset)
 
@@ -271,22 +307,33 @@ def index_of(state: dict[str, str]) -> int:
 
 
 def test_a_device_that_cannot_be_used_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match=r'batches are made on "cuda" or "cpu"; got device=\'meta\''):
+    with pytest.raises(
+        ValueError, match=r'batches are made on "cuda" or "cpu"; got device=\'meta\''
+    ):
         resolve("meta")
     with pytest.raises(ValueError, match=r'must be "cuda", "cuda:1" or "cpu"; got \'gpu\''):
         resolve("gpu")
     if not GPU:
-        with pytest.raises(ValueError, match=r"device='cuda' cannot be used: torch .* was built without CUDA|no GPU"):
+        with pytest.raises(
+            ValueError,
+            match=r"device='cuda' cannot be used: torch .* was built without CUDA|no GPU",
+        ):
             RemoteDataset("grpc://127.0.0.1:1/run", device="cuda")
     else:
-        with pytest.raises(ValueError, match=r"'cuda:99' cannot be used: this process sees \d+ GPUs"):
+        with pytest.raises(
+            ValueError, match=r"'cuda:99' cannot be used: this process sees \d+ GPUs"
+        ):
             resolve("cuda:99")
     assert resolve("cpu") == torch.device("cpu")
 
 
-def test_ranks_and_workers_say_where_batches_can_be_made(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_and_workers_say_where_batches_can_be_made(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = PeekDataset(url, 4)
     monkeypatch.setattr(dataset, "_device", torch.device("cuda"))
-    monkeypatch.setattr("tokenloom.datasets.data_loader.get_worker_info", lambda: SimpleNamespace(num_workers=1))
+    monkeypatch.setattr(
+        "tokenloom.datasets.data_loader.get_worker_info", lambda: SimpleNamespace(num_workers=1)
+    )
     with pytest.raises(RuntimeError, match="makes batches in the trainer's process"):
         iter(dataset)

@@ -72,7 +72,9 @@ def servers(mixture: Path) -> list[psutil.Process]:
     return found
 
 
-def test_a_job_with_its_server_inside_goes_on_behind_a_kill(torch_forks: Forks, tmp_path: Path) -> None:
+def test_a_job_with_its_server_inside_goes_on_behind_a_kill(
+    torch_forks: Forks, tmp_path: Path
+) -> None:
     """The kill ends the server, too, and its restart waits for no lease."""
     alone, killed = sample(tmp_path / "a"), sample(tmp_path / "b")
 
@@ -84,7 +86,9 @@ def test_a_job_with_its_server_inside_goes_on_behind_a_kill(torch_forks: Forks, 
     addresses = re.findall(r"is ready: gRPC on (\S+),", text)
     assert len(addresses) == 2
     if len(set(addresses)) == 1:  # else the port was taken meanwhile
-        assert "waiting up to" not in text, "a restart waited for the lease of the server that was killed with its job"
+        assert "waiting up to" not in text, (
+            "a restart waited for the lease of the server that was killed with its job"
+        )
 
 
 # --- The same checkpoint in every mode ---------------------------------------------------------------------------
@@ -144,7 +148,9 @@ def test_a_server_that_dies_is_started_again_and_the_ranks_go_on(
     assert servers(mixture) == []
 
 
-def test_a_server_that_cannot_be_started_again_ends_the_training_with_its_reason(mixture: Path) -> None:
+def test_a_server_that_cannot_be_started_again_ends_the_training_with_its_reason(
+    mixture: Path,
+) -> None:
     with RemoteDataset(mixture, 4, connection=ConnectionOptions(prefetch_steps=2)) as dataset:
         batches = iter(dataset)
         next(batches)
@@ -155,8 +161,15 @@ def test_a_server_that_cannot_be_started_again_ends_the_training_with_its_reason
                 next(batches)
 
 
-def test_a_stream_to_evaluate_on_is_served_beside_training_and_without_a_server(tmp_path: Path) -> None:
-    source = {"source": "txt:data/fables.txt:text", "alias": "fables", "epochs": float("inf"), "holdout": 0.3}
+def test_a_stream_to_evaluate_on_is_served_beside_training_and_without_a_server(
+    tmp_path: Path,
+) -> None:
+    source = {
+        "source": "txt:data/fables.txt:text",
+        "alias": "fables",
+        "epochs": float("inf"),
+        "holdout": 0.3,
+    }
     mixture = sample(tmp_path / "mixture", mixture={"policy": "sequential", "children": [source]})
 
     def validation(data: EvaluationDataset) -> list[list[int]]:
@@ -195,7 +208,9 @@ def test_jobs_of_several_files_in_one_folder_may_start_at_once(mixture: Path) ->
         path.write_text(yaml.safe_dump(found | {"run": name}), encoding="utf-8")
 
     with ThreadPoolExecutor(2) as pool:
-        started = pool.map(lambda path: child_process.ChildServer(path, "127.0.0.1", 60.0), files.values())
+        started = pool.map(
+            lambda path: child_process.ChildServer(path, "127.0.0.1", 60.0), files.values()
+        )
         found = dict(zip(files, started, strict=True))
     try:
         assert {name: server.run for name, server in found.items()} == {"one": "one", "two": "two"}
@@ -262,7 +277,9 @@ def test_all_ranks_hear_what_is_wrong_with_the_file(tmp_path: Path) -> None:
 def test_ranks_on_several_machines_meet_at_the_address_that_is_told(
     mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = next((a.address for found in psutil.net_if_addrs().values() for a in found if is_outer(a)), None)
+    own = next(
+        (a.address for found in psutil.net_if_addrs().values() for a in found if is_outer(a)), None
+    )
     if own is None:
         pytest.skip("this machine has no address but the loopback's")
     monkeypatch.setattr(launch, "machine", lambda: str(threading.get_ident()))
@@ -297,14 +314,18 @@ def test_a_dataset_without_a_server_is_for_one_process_however_that_was_launched
     # As torchrun sets them, with or without a process group.
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"for one process alone, and this is rank 1 of 2: use RemoteDataset"):
+    with pytest.raises(
+        ValueError, match=r"for one process alone, and this is rank 1 of 2: use RemoteDataset"
+    ):
         LocalDataset(mixture, 4)
 
 
 # --- In this process ---------------------------------------------------------------------------------------------
 
 
-def test_without_a_server_nothing_is_left_behind(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_server_nothing_is_left_behind(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(mixture.parent / "temporary"))
     (mixture.parent / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -313,7 +334,9 @@ def test_without_a_server_nothing_is_left_behind(mixture: Path, monkeypatch: pyt
     with LocalDataset(mixture, 4) as dataset:
         batch = next(iter(dataset))
         assert batch["input_ids"].shape == (4, 128)
-        assert list((mixture.parent / "temporary").iterdir()) == [], "who is killed now removes nothing"
+        assert list((mixture.parent / "temporary").iterdir()) == [], (
+            "who is killed now removes nothing"
+        )
         assert len(psutil.Process().net_connections()) == sockets
     assert set(threading.enumerate()) <= threads
     assert list((mixture.parent / "temporary").iterdir()) == []
@@ -344,11 +367,15 @@ def test_without_a_server_errors_have_the_names_that_they_have_elsewhere(tmp_pat
 
 def test_a_dataloaders_worker_has_the_run_where_it_reads(mixture: Path) -> None:
     with LocalDataset(mixture, 4) as dataset:
-        expected = [batch["sample_ids"].tolist() for batch, _ in zip(dataset, range(3), strict=False)]
+        expected = [
+            batch["sample_ids"].tolist() for batch, _ in zip(dataset, range(3), strict=False)
+        ]
     for kind in (LocalDataset, RemoteDataset):
         with kind(mixture, 4) as dataset:
             loader = DataLoader(dataset, batch_size=None, num_workers=1)
-            assert [batch["sample_ids"].tolist() for batch, _ in zip(loader, range(3), strict=False)] == expected
+            assert [
+                batch["sample_ids"].tolist() for batch, _ in zip(loader, range(3), strict=False)
+            ] == expected
 
 
 def test_a_script_that_closes_nothing_ends_without_a_word(mixture: Path) -> None:
@@ -358,7 +385,9 @@ def test_a_script_that_closes_nothing_ends_without_a_word(mixture: Path) -> None
         f"batches = iter(LocalDataset({str(mixture)!r}, batch_size=4))\n"
         "for _ in range(30): next(batches)\n"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=True
+    )
     assert found.stderr == ""
 
 
@@ -386,9 +415,13 @@ def test_what_a_handler_of_signals_raises_is_no_failure_of_the_server(
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_what_a_path_cannot_have_beside_it_is_refused(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_path_cannot_have_beside_it_is_refused(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kind in (LocalDataset, RemoteDataset):
-        with pytest.raises(ValueError, match="connection has token, which is for the address of a server that runs"):
+        with pytest.raises(
+            ValueError, match="connection has token, which is for the address of a server that runs"
+        ):
             kind(mixture, 4, connection=ConnectionOptions(token="0123456789abcdef"))
     with pytest.raises(ValueError, match="give the path of a mixture file"):
         LocalDataset("grpc://127.0.0.1:1/run", 4)
@@ -398,7 +431,9 @@ def test_what_a_path_cannot_have_beside_it_is_refused(mixture: Path, monkeypatch
     for task in ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}):
         for name, value in task.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(ValueError, match=r"one process alone, and this is rank 0 of 2: use RemoteDataset"):
+        with pytest.raises(
+            ValueError, match=r"one process alone, and this is rank 0 of 2: use RemoteDataset"
+        ):
             LocalDataset(mixture, 4)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tokenloom\[server\]'"):
         require_server(mixture, ["no_such_package"])

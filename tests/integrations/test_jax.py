@@ -41,7 +41,9 @@ def jax_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     forks.close()
 
 
-def test_jax_that_is_killed_goes_on_on_another_number_of_processes(jax_forks: Forks, tmp_path: Path) -> None:
+def test_jax_that_is_killed_goes_on_on_another_number_of_processes(
+    jax_forks: Forks, tmp_path: Path
+) -> None:
     with two_runs(tmp_path) as urls:
         kill_and_resume(
             jax_forks,
@@ -57,7 +59,9 @@ def test_jax_that_is_killed_goes_on_on_another_number_of_processes(jax_forks: Fo
         )
 
 
-def test_memory_that_jax_took_without_a_copy_is_not_used_again(jax_forks: Forks, tmp_path: Path) -> None:
+def test_memory_that_jax_took_without_a_copy_is_not_used_again(
+    jax_forks: Forks, tmp_path: Path
+) -> None:
     script, output = tmp_path / "taken.py", tmp_path / "output.txt"
     script.write_text(TAKEN, encoding="utf-8")
     assert jax_forks.fork(script, [], output=output).wait() == 0, output.read_text(encoding="utf-8")

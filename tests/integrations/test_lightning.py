@@ -29,7 +29,9 @@ ROWS = 24
 LENGTH = 16
 
 
-def test_a_fit_that_is_killed_goes_on_as_if_nothing_had_been(lightning_forks: Forks, tmp_path: Path) -> None:
+def test_a_fit_that_is_killed_goes_on_as_if_nothing_had_been(
+    lightning_forks: Forks, tmp_path: Path
+) -> None:
     with two_runs(tmp_path) as urls:
         kill_and_resume(
             lightning_forks,
@@ -47,10 +49,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("lightning")
     with (folder / "rows.jsonl").open("w") as file:
         for row in range(ROWS):
-            file.write(json.dumps({"text": "abcdefghijklmnopqrstuvwxyz"[row % 26] * (LENGTH - 1)}) + "\n")
+            file.write(
+                json.dumps({"text": "abcdefghijklmnopqrstuvwxyz"[row % 26] * (LENGTH - 1)}) + "\n"
+            )
     paths = []
-    for run in ("straight", "epochs", "twice", "between", "raises", "refused", "ends", "validated", "tuned"):
-        source = {"source": "jsonl:rows.jsonl:text", "alias": "rows"} | ({"holdout": 0.4} if run == "validated" else {})
+    for run in (
+        "straight",
+        "epochs",
+        "twice",
+        "between",
+        "raises",
+        "refused",
+        "ends",
+        "validated",
+        "tuned",
+    ):
+        source = {"source": "jsonl:rows.jsonl:text", "alias": "rows"} | (
+            {"holdout": 0.4} if run == "validated" else {}
+        )
         mixture = {
             "run": run,
             "seed": 1,
@@ -87,7 +103,10 @@ class Model(TokenLRModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
         scheduler = TokenLRScheduler(optimizer, warmup_tokens=0, target_tokens=ROWS * LENGTH)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": self.interval},
+        }
 
 
 class States(Callback):
@@ -113,7 +132,9 @@ def trainer(*callbacks: Callback, **options: Any) -> Trainer:
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        "enable_checkpointing": any(
+            isinstance(callback, ModelCheckpoint) for callback in callbacks
+        ),
         "max_epochs": 1,
     }
     return Trainer(callbacks=list(callbacks), **(quiet | options))
@@ -132,10 +153,14 @@ def test_state_and_rate_are_those_of_the_batch_that_was_trained_on(server: str) 
     # The rate of an optimiser step is that for the tokens behind the step before it.
     expected = Model().configure_optimizers()["lr_scheduler"]["scheduler"]
     assert model.rates == [expected.factor(samples * LENGTH) for samples in (0, 0, 4, 4, 8, 8)]
-    assert not fit.callbacks[0].__class__.__module__.startswith("tokenloom"), "what was added is gone"  # type: ignore[attr-defined]
+    assert not fit.callbacks[0].__class__.__module__.startswith("tokenloom"), (
+        "what was added is gone"
+    )  # type: ignore[attr-defined]
 
 
-def test_epochs_of_some_batches_follow_each_other_and_resume_within(server: str, tmp_path: Path) -> None:
+def test_epochs_of_some_batches_follow_each_other_and_resume_within(
+    server: str, tmp_path: Path
+) -> None:
     def checkpoint() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path, save_last=True, save_top_k=0, every_n_train_steps=5)
 
@@ -150,7 +175,9 @@ def test_epochs_of_some_batches_follow_each_other_and_resume_within(server: str,
     data = TokenloomDataModule(f"{server}/epochs", 2)
     fit = trainer(checkpoint(), max_steps=8, **options)
     fit.fit(resumed, datamodule=data, ckpt_path=tmp_path / "last.ckpt")
-    assert resumed.trained == list(range(10, 16)), "from behind the fifth step, in the midst of the second epoch"
+    assert resumed.trained == list(range(10, 16)), (
+        "from behind the fifth step, in the midst of the second epoch"
+    )
     assert fit.current_epoch == 3, "two of three batches, and the third cut short"
     assert resumed.rates[0] == model.rates[5]
 
@@ -161,18 +188,24 @@ def test_a_second_fit_goes_on_where_the_first_ended(server: str) -> None:
     # Lightning leaves the epoch by max_steps and makes a new iterator in the next fit: what it had fetched is dropped.
     fit = trainer(max_epochs=-1, max_steps=2)
     fit.fit(model, datamodule=data)
-    fit.fit_loop.epoch_progress.current.processed = fit.fit_loop.epoch_progress.current.completed = 1
+    fit.fit_loop.epoch_progress.current.processed = (
+        fit.fit_loop.epoch_progress.current.completed
+    ) = 1
     fit.fit_loop.epoch_loop.max_steps = 5
     fit.fit(model, datamodule=data)
     assert model.trained == list(range(10))
 
 
-def test_a_checkpoint_between_the_batches_of_a_step_goes_on_from_the_last_step(server: str, tmp_path: Path) -> None:
+def test_a_checkpoint_between_the_batches_of_a_step_goes_on_from_the_last_step(
+    server: str, tmp_path: Path
+) -> None:
     class Interrupted(Callback):
         def __init__(self, batch: int) -> None:
             self.batch = batch
 
-        def on_train_batch_end(self, trainer: Trainer, _m: Any, _o: Any, _b: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Trainer, _m: Any, _o: Any, _b: Any, batch_idx: int
+        ) -> None:
             if batch_idx == self.batch:
                 trainer.save_checkpoint(tmp_path / "last.ckpt")
                 raise RuntimeError("stop here")
@@ -192,7 +225,9 @@ def test_a_checkpoint_between_the_batches_of_a_step_goes_on_from_the_last_step(s
         assert again.trained == list(range(12, 2 * batch + 2)), "from behind the second step"
         assert fit.global_step == 2
     resumed = Model()
-    trainer(accumulate_grad_batches=3).fit(resumed, datamodule=data(), ckpt_path=tmp_path / "last.ckpt")
+    trainer(accumulate_grad_batches=3).fit(
+        resumed, datamodule=data(), ckpt_path=tmp_path / "last.ckpt"
+    )
     assert resumed.trained == list(range(12, ROWS))
     assert resumed.labels == [6 * (LENGTH - 1)] * 6
     assert resumed.rates[:2] == straight.rates[6:8]
@@ -223,7 +258,9 @@ def test_a_fit_ends_with_the_data(server: str) -> None:
     assert fit.global_step == ROWS // 4
 
     data = TokenloomDataModule(f"{server}/ends", 4, resume="latest")
-    with pytest.raises(RuntimeError, match=r"the data ended .* min_epochs or min_steps asks for more"):
+    with pytest.raises(
+        RuntimeError, match=r"the data ended .* min_epochs or min_steps asks for more"
+    ):
         trainer(max_epochs=-1, min_steps=100).fit(Model(), datamodule=data)
 
 
@@ -250,13 +287,18 @@ def test_the_search_for_a_rate_leaves_the_data_where_they_were_and_that_for_a_ba
     assert model.trained == [*range(begin, begin + 6), *range(begin, begin + 4)]
 
     model.batch_size = 2
-    with pytest.raises(ValueError, match=r"scale_batch_size is not supported: a batch's size is a part of the launch"):
+    with pytest.raises(
+        ValueError,
+        match=r"scale_batch_size is not supported: a batch's size is a part of the launch",
+    ):
         Tuner(trainer(default_root_dir=tmp_path)).scale_batch_size(
             model, datamodule=TokenloomDataModule(f"{server}/tuned", 2, resume="latest")
         )
 
 
-def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of_it(server: str) -> None:
+def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of_it(
+    server: str,
+) -> None:
     class Validated(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -288,14 +330,25 @@ def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
 def test_what_would_train_otherwise_than_it_says_is_refused(server: str, tmp_path: Path) -> None:
-    def refused(message: str, model: LightningModule, ckpt_path: Path | None = None, **options: Any) -> None:
+    def refused(
+        message: str, model: LightningModule, ckpt_path: Path | None = None, **options: Any
+    ) -> None:
         with pytest.raises(Exception, match=message):
-            trainer(**options).fit(model, datamodule=TokenloomDataModule(f"{server}/refused", 2), ckpt_path=ckpt_path)
+            trainer(**options).fit(
+                model, datamodule=TokenloomDataModule(f"{server}/refused", 2), ckpt_path=ckpt_path
+            )
 
     refused(r"overfit_batches=2\) repeats batches", Model(), overfit_batches=2)
-    refused("make limit_train_batches a multiple", Model(), limit_train_batches=3, accumulate_grad_batches=2)
+    refused(
+        "make limit_train_batches a multiple",
+        Model(),
+        limit_train_batches=3,
+        accumulate_grad_batches=2,
+    )
     data = TokenloomDataModule(f"{server}/refused", 2, accumulate=2)
-    with pytest.raises(ValueError, match="has accumulate=2, but the Trainer steps each accumulate_grad_batches=3"):
+    with pytest.raises(
+        ValueError, match="has accumulate=2, but the Trainer steps each accumulate_grad_batches=3"
+    ):
         trainer(accumulate_grad_batches=3).fit(Model(), datamodule=data)
     refused(r'gives interval=\'epoch\'.*"interval": "step"', Model("epoch"))
 

@@ -42,7 +42,9 @@ def test_a_job_on_a_mesh_goes_on_with_other_replicas(
         )
 
 
-def test_peers_get_their_leaders_batches_states_and_errors(torch_forks: Forks, tmp_path: Path) -> None:
+def test_peers_get_their_leaders_batches_states_and_errors(
+    torch_forks: Forks, tmp_path: Path
+) -> None:
     sources = {"fables": "txt:data/fables.txt:text", "glossary": "jsonl:data/glossary.jsonl:text"}
     children = [{"alias": alias, "source": source} for alias, source in sources.items()]
     mixture = {"policy": "least_consumed", "children": children}
@@ -56,7 +58,10 @@ def test_peers_get_their_leaders_batches_states_and_errors(torch_forks: Forks, t
         with PeekDataset(url, 1, at="0", columns=["position_ids"]) as peek:
             order = {int(batch["sample_ids"]): batch for batch in peek}
     lines = [
-        [json.loads(line) for line in (tmp_path / f"{rank}.jsonl").read_text(encoding="utf-8").splitlines()]
+        [
+            json.loads(line)
+            for line in (tmp_path / f"{rank}.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         for rank in range(4)
     ]
 
@@ -67,7 +72,9 @@ def test_peers_get_their_leaders_batches_states_and_errors(torch_forks: Forks, t
         (line,) = told(rank, what)
         return line["error"], line["message"]
 
-    assert [(told(rank, "start")[0]["rank"], told(rank, "start")[0]["leads"]) for rank in range(4)] == [
+    assert [
+        (told(rank, "start")[0]["rank"], told(rank, "start")[0]["leads"]) for rank in range(4)
+    ] == [
         *((0, True), (0, False)),
         *((1, True), (1, False)),
     ]
@@ -78,14 +85,22 @@ def test_peers_get_their_leaders_batches_states_and_errors(torch_forks: Forks, t
         assert told(leader, "end") == told(peer, "end")
         assert "glossary" in told(peer, "end")[0]["sources"][1]
         assert told(leader, "resumed") == told(peer, "resumed")
-        assert told(leader, "resumed")[0]["columns"]["input_ids"] == batches[leader][2]["columns"]["input_ids"]
+        assert (
+            told(leader, "resumed")[0]["columns"]["input_ids"]
+            == batches[leader][2]["columns"]["input_ids"]
+        )
         assert error(leader, "an option")[0] == "ValueError"
         kind, message = error(peer, "an option")
         assert kind == "RuntimeError"
         assert "ValueError: columns must be a sequence of 'position_ids', " in message
         assert "got 'lengths'" in message
         assert f"global rank {leader}, which leads" in message
-        assert error(leader, "no run")[0] == error(peer, "no run")[0] == error(peer, "no run, again")[0] == "NotFound"
+        assert (
+            error(leader, "no run")[0]
+            == error(peer, "no run")[0]
+            == error(peer, "no run, again")[0]
+            == "NotFound"
+        )
         assert error(peer, "after the end")[0] == "StopIteration"
         assert told(leader, "other states")[0]["error"] is None
         kind, message = error(peer, "other states")
@@ -97,7 +112,12 @@ def test_peers_get_their_leaders_batches_states_and_errors(torch_forks: Forks, t
     assert [line["state"] for line in batches[0]] == [line["state"] for line in batches[2]]
     assert error(2, "closed")[1] in error(3, "closed")[1]
     assert error(1, "the leader is gone")[0] in ("RuntimeError", "DistBackendError")
-    seen = [sample for rank in (0, 2) for line in batches[rank] for sample in zip(*_rows(line["columns"]), strict=True)]
+    seen = [
+        sample
+        for rank in (0, 2)
+        for line in batches[rank]
+        for sample in zip(*_rows(line["columns"]), strict=True)
+    ]
     assert len(seen) == 4 * len(batches[0])
     for index, ids, positions in seen:
         assert order[index]["input_ids"][0].tolist() == ids
@@ -126,7 +146,11 @@ def test_any_batch_that_a_run_gives_is_handed_on_but_for_bytes() -> None:
 
     assert set(found) == set(rows)
     for name, value in rows.items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        same = (
+            torch.equal(found[name], value)
+            if isinstance(value, torch.Tensor)
+            else found[name] == value
+        )
         assert same, name
     assert found["pixels"].dtype == torch.bfloat16
     with pytest.raises(TypeError, match="column 'blob' has a bytes, which is not handed on"):
@@ -136,17 +160,24 @@ def test_any_batch_that_a_run_gives_is_handed_on_but_for_bytes() -> None:
 def _batch(length: int, *, shifted: bool) -> Batch:
     ids = torch.arange(2 * (length + 1)).reshape(2, -1)
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:] if shifted else ids[:, :-1].clone()}
-    batch |= {"loss_mask": torch.ones(2, length, dtype=torch.int64), "source_ids": torch.zeros(2, dtype=torch.int64)}
+    batch |= {
+        "loss_mask": torch.ones(2, length, dtype=torch.int64),
+        "source_ids": torch.zeros(2, dtype=torch.int64),
+    }
     return batch  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("load_balanced", [False, True])
-def test_a_context_slice_predicts_each_id_once_from_the_one_before_it(load_balanced: bool, shifted: bool) -> None:
+def test_a_context_slice_predicts_each_id_once_from_the_one_before_it(
+    load_balanced: bool, shifted: bool
+) -> None:
     batch, size = _batch(24, shifted=shifted), 3
 
     slices = [
-        context_slice(batch, rank, size, labels="shifted" if shifted else "same", load_balanced=load_balanced)
+        context_slice(
+            batch, rank, size, labels="shifted" if shifted else "same", load_balanced=load_balanced
+        )
         for rank in range(size)
     ]
 

@@ -32,12 +32,22 @@ def lines(record: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def test_losses_are_the_same_on_every_rank_and_on_any_number_of_ranks(torch_forks: Forks, tmp_path: Path) -> None:
+def test_losses_are_the_same_on_every_rank_and_on_any_number_of_ranks(
+    torch_forks: Forks, tmp_path: Path
+) -> None:
     found = {}
     with two_runs(tmp_path) as urls:
         for ranks, url in zip((1, 2), urls, strict=True):
             folder = tmp_path / f"on-{ranks}"
-            arguments = [url, "--batch-size", 8 // ranks, "--samples", 160, "--record", folder / "record"]
+            arguments = [
+                url,
+                "--batch-size",
+                8 // ranks,
+                "--samples",
+                160,
+                "--record",
+                folder / "record",
+            ]
             arguments += ["--checkpoint", folder / "checkpoint"]
             launch(torch_forks, SCRIPT, arguments, world_size=ranks, folder=folder).wait()
             found[ranks] = [lines(folder / "record", rank) for rank in range(ranks)]
@@ -54,7 +64,9 @@ def test_losses_are_the_same_on_every_rank_and_on_any_number_of_ranks(torch_fork
                 for source in batch["source_ids"].tolist():
                     tokens = counted[step // 5]
                     # The first id is predicted by none.
-                    tokens[aliases[source]] = tokens.get(aliases[source], 0) + FORM["sequence_length"] - 1
+                    tokens[aliases[source]] = (
+                        tokens.get(aliases[source], 0) + FORM["sequence_length"] - 1
+                    )
         for one, other, tokens in zip(alone, first, counted, strict=True):
             assert one["digest"] == other["digest"]
             assert one["tokens"] == other["tokens"] == tokens
@@ -79,7 +91,9 @@ def mixing() -> ModuleType:
 
 def test_the_bandit_is_the_one_of_the_paper_in_numbers_worked_by_hand(mixing: ModuleType) -> None:
     # √(ln 2 / (2 t)) is 0.588705, 0.416277, 0.339889 for t = 1, 2, 3; the first is above 1/2.
-    assert [mixing.exploration(turn, 2) for turn in range(4)] == pytest.approx([0.5, 0.5, 0.416277, 0.339889], abs=1e-6)
+    assert [mixing.exploration(turn, 2) for turn in range(4)] == pytest.approx(
+        [0.5, 0.5, 0.416277, 0.339889], abs=1e-6
+    )
     assert mixing.exploration(1, 1) == 0.0
     equal = {"a": 0.5, "b": 0.5}
     assert mixing.distribution(equal, {"a": 0.0, "b": 0.0}, 1) == equal
@@ -97,9 +111,13 @@ def test_the_bandit_is_the_one_of_the_paper_in_numbers_worked_by_hand(mixing: Mo
     rewards = mixing.rewarded(turn, {"a": 3.5, "b": 2.5}, 0.9)
     assert rewards == pytest.approx({"a": 1.408509, "b": 0.868484}, abs=1e-5)
     # e^(0.416277 · 1.408509) = 1.797383, e^(0.416277 · 0.868484) = 1.435521; 0.320222 · 0.555966 + 0.339889
-    assert mixing.distribution(equal, rewards, 3) == pytest.approx({"a": 0.517921, "b": 0.482079}, abs=1e-5)
+    assert mixing.distribution(equal, rewards, 3) == pytest.approx(
+        {"a": 0.517921, "b": 0.482079}, abs=1e-5
+    )
 
-    assert mixing.rewarded(turn, {"b": 2.5}, 0.9)["a"] == turn.rewards["a"], "a source without a sample keeps its own"
+    assert mixing.rewarded(turn, {"b": 2.5}, 0.9)["a"] == turn.rewards["a"], (
+        "a source without a sample keeps its own"
+    )
     third = dict.fromkeys("abc", 1 / 3)
     far = mixing.distribution(third, {"a": 1e6, "b": 0.0, "c": 0.0}, 100)
     assert sum(far.values()) == pytest.approx(1.0)
@@ -113,19 +131,56 @@ def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again
     hard = "\n".join("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=200)) for _ in range(400))
     (tmp_path / "hard.txt").write_text(hard, encoding="utf-8")
     (tmp_path / "easy.txt").write_text(("a" * 200 + "\n") * 400, encoding="utf-8")
-    sources = [{"source": f"txt:{name}.txt:text", "alias": name, "epochs": 1e9} for name in ("hard", "easy")]
+    sources = [
+        {"source": f"txt:{name}.txt:text", "alias": name, "epochs": 1e9}
+        for name in ("hard", "easy")
+    ]
     mixture = tmp_path / "mixed.yaml"
-    document = {"run": "mixed", "seed": 1, "tokenizer": "bytes", "sequence_length": 32, "window_micro_steps": 32}
+    document = {
+        "run": "mixed",
+        "seed": 1,
+        "tokenizer": "bytes",
+        "sequence_length": 32,
+        "window_micro_steps": 32,
+    }
     document["mixture"] = {"policy": "least_consumed", "children": sources}
     mixture.write_text(yaml.safe_dump(document), encoding="utf-8")
     server = ServerProcess(tmp_path / "server", mixture, flags=("--liveness", 1)).start()
     http = httpx.Client(base_url=f"{server.rest_url}/v1/runs/mixed", trust_env=False, timeout=120)
     arguments = [server.url("mixed"), "--batch-size", 8, "--every", 16, "--lr", 1e-2]
     checkpoint, kept, record = tmp_path / "checkpoint", tmp_path / "kept", tmp_path / "record"
-    asked = [server.rest_url, "--run", "mixed", "--every", "4096", "--turns", 3, "--smoothing", 0.5, "--poll", 0.05]
-    jobs = [launch(torch_forks, EXAMPLES / "online_mixing.py", asked, world_size=1, folder=tmp_path / "mixing")]
+    asked = [
+        server.rest_url,
+        "--run",
+        "mixed",
+        "--every",
+        "4096",
+        "--turns",
+        3,
+        "--smoothing",
+        0.5,
+        "--poll",
+        0.05,
+    ]
+    jobs = [
+        launch(
+            torch_forks,
+            EXAMPLES / "online_mixing.py",
+            asked,
+            world_size=1,
+            folder=tmp_path / "mixing",
+        )
+    ]
     try:
-        whole = [*arguments, "--samples", 10_000_000, "--checkpoint", checkpoint, "--record", record]
+        whole = [
+            *arguments,
+            "--samples",
+            10_000_000,
+            "--checkpoint",
+            checkpoint,
+            "--record",
+            record,
+        ]
         jobs.append(launch(torch_forks, SCRIPT, whole, world_size=1, folder=tmp_path / "job"))
         mixer, trainer = jobs
         deadline = time.monotonic() + 400
@@ -148,7 +203,10 @@ def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again
         while (now := http.get("/stats").json())["sample_index"] < last + 256:
             assert time.monotonic() < deadline, trainer.output[-2000:]
             time.sleep(0.02)
-        weights = {child["alias"]: child["weight"] for child in http.get("/mixture").json()["mixture"]["children"]}
+        weights = {
+            child["alias"]: child["weight"]
+            for child in http.get("/mixture").json()["mixture"]["children"]
+        }
         assert weights == pytest.approx(turn["shares"], abs=1e-6)
         assert now["sources"][0]["loss"] > 2 > now["sources"][1]["loss"]
         trainer.kill()
@@ -162,7 +220,15 @@ def test_the_mixture_follows_the_losses_and_a_resume_has_the_same_mixtures_again
 
         # From a checkpoint before all of it, every mixture holds again from its own sample on.
         end = until[-1]["sample_index"]
-        resumed = [*arguments, "--samples", end, "--checkpoint", kept, "--record", tmp_path / "again"]
+        resumed = [
+            *arguments,
+            "--samples",
+            end,
+            "--checkpoint",
+            kept,
+            "--record",
+            tmp_path / "again",
+        ]
         launch(torch_forks, SCRIPT, resumed, world_size=1, folder=tmp_path / "again-job").wait()
         again = lines(tmp_path / "again", 0)
         assert again[0]["sample_index"] < revisions[0]["sample_index"]

@@ -9,27 +9,57 @@ from typing import Any
 
 import pytest
 from support.forks import Forks
-from support.killed import EXAMPLES, STEPS_DEADLINE_S, kill_and_resume, same_runs, steps_of, two_runs
+from support.killed import (
+    EXAMPLES,
+    STEPS_DEADLINE_S,
+    kill_and_resume,
+    same_runs,
+    steps_of,
+    two_runs,
+)
 from support.scripts import Job, launch
 
 
-def test_a_ddp_job_that_is_killed_goes_on_as_if_nothing_had_been(torch_forks: Forks, tmp_path: Path) -> None:
+def test_a_ddp_job_that_is_killed_goes_on_as_if_nothing_had_been(
+    torch_forks: Forks, tmp_path: Path
+) -> None:
     with two_runs(tmp_path) as urls:
-        kill_and_resume(torch_forks, EXAMPLES / "ddp.py", urls, tmp_path, resumed_world_sizes=[2, 1])
+        kill_and_resume(
+            torch_forks, EXAMPLES / "ddp.py", urls, tmp_path, resumed_world_sizes=[2, 1]
+        )
 
 
 def test_an_fsdp2_job_reshards_its_weights_and_its_data(torch_forks: Forks, tmp_path: Path) -> None:
     with two_runs(tmp_path) as urls:
-        kill_and_resume(torch_forks, EXAMPLES / "fsdp2.py", urls, tmp_path, resumed_world_sizes=[2, 1])
+        kill_and_resume(
+            torch_forks, EXAMPLES / "fsdp2.py", urls, tmp_path, resumed_world_sizes=[2, 1]
+        )
 
 
-def test_a_job_that_is_killed_before_its_first_checkpoint_needs_nobody(torch_forks: Forks, tmp_path: Path) -> None:
+def test_a_job_that_is_killed_before_its_first_checkpoint_needs_nobody(
+    torch_forks: Forks, tmp_path: Path
+) -> None:
     record = tmp_path / "record.jsonl"
-    arguments = ["--checkpoint", tmp_path / "checkpoint", "--record", record, "--samples", 80, "--every", 1000]
+    arguments = [
+        "--checkpoint",
+        tmp_path / "checkpoint",
+        "--record",
+        record,
+        "--samples",
+        80,
+        "--every",
+        1000,
+    ]
     with same_runs(tmp_path, 1) as (url,):
 
         def start() -> Job:
-            return launch(torch_forks, EXAMPLES / "ddp.py", [url, *arguments], world_size=2, folder=tmp_path / "job")
+            return launch(
+                torch_forks,
+                EXAMPLES / "ddp.py",
+                [url, *arguments],
+                world_size=2,
+                folder=tmp_path / "job",
+            )
 
         job, deadline = start(), time.monotonic() + STEPS_DEADLINE_S
         while len(before := steps_of(record)) < 5 and time.monotonic() < deadline:
@@ -54,7 +84,12 @@ LOADERS = {("torch", 0): 1, ("stateful", 1): 1, ("torchdata", 0): 1, ("torchdata
 def loader_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A server of a run for each loader, of one to leave alone, which is trained on once, and of one more."""
     with same_runs(tmp_path_factory.mktemp("loaders"), 2 + len(LOADERS)) as (alone, more, *others):
-        yield {"alone": alone, "more": more, "others": dict(zip(LOADERS, others, strict=True)), "steps": None}
+        yield {
+            "alone": alone,
+            "more": more,
+            "others": dict(zip(LOADERS, others, strict=True)),
+            "steps": None,
+        }
 
 
 @pytest.mark.parametrize(("loader", "workers"), LOADERS)

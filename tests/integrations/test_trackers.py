@@ -31,7 +31,9 @@ HERE = (Path(__file__).parent, Path(__file__).parents[1])
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_corpus(tmp_path_factory.mktemp("corpus"))
     document = mixture()
-    document["mixture"]["children"][2]["children"][1]["alias"] = "txt:data/prose/?.txt:text"  # as prose, but for a sign
+    document["mixture"]["children"][2]["children"][1]["alias"] = (
+        "txt:data/prose/?.txt:text"  # as prose, but for a sign
+    )
     (folder / "mixture.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
     return folder
 
@@ -62,10 +64,15 @@ def _check(read: dict[str, list[tuple[int, float]]], logged: dict[int, dict[str,
     assert last["tokenloom/sample_index"] == 20 and last["tokenloom/revision"] == 0
     assert last["tokenloom/wait_ms_mean"] >= 0
     for kind in ("share", "recent_share"):
-        assert math.fsum(value for name, value in last.items() if f"/{kind}/" in name) == pytest.approx(1)
+        assert math.fsum(
+            value for name, value in last.items() if f"/{kind}/" in name
+        ) == pytest.approx(1)
     assert last["tokenloom/share/code"] == pytest.approx(9 / 20)
     assert last["tokenloom/loss/docs"] == 1.0
-    names = {"tokenloom/share/txt_data_prose_.txt_text", "tokenloom/share/txt_data_prose_.txt_text_3"}
+    names = {
+        "tokenloom/share/txt_data_prose_.txt_text",
+        "tokenloom/share/txt_data_prose_.txt_text_3",
+    }
     assert names < set(last), "specs become names that every tracker takes, each another one"
 
 
@@ -106,12 +113,22 @@ def test_mlflow_has_them_in_its_store(corpus: Path, tmp_path: Path) -> None:
     python = Path(sys.prefix) / "mlflow" / "bin" / "python"
     assert python.exists(), f"{python} is missing: run make install"
     # The skinny package has no other store on disk.
-    environment = os.environ | {"MLFLOW_ALLOW_FILE_STORE": "true", "PYTHONPATH": os.pathsep.join(map(str, HERE))}
+    environment = os.environ | {
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "PYTHONPATH": os.pathsep.join(map(str, HERE)),
+    }
     output = subprocess.run(
-        [python, "-c", MLFLOW, tmp_path], env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=500
+        [python, "-c", MLFLOW, tmp_path],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=500,
     ).stdout
     stored, logged = json.loads(output.splitlines()[-1])
-    _check({name: [(step, value) for step, value in of] for name, of in stored.items()}, dict(logged))
+    _check(
+        {name: [(step, value) for step, value in of] for name, of in stored.items()}, dict(logged)
+    )
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:
@@ -137,7 +154,9 @@ def test_wandb_has_them_in_its_offline_file(
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_SILENT", "true")
-    quiet = wandb.Settings(x_disable_stats=True, x_disable_meta=True, disable_git=True, console="off")
+    quiet = wandb.Settings(
+        x_disable_stats=True, x_disable_meta=True, disable_git=True, console="off"
+    )
     with wandb.init(mode="offline", dir=tmp_path, settings=quiet) as run:
         logged = _train(dataset, WandbTracker(dataset, run))
     wandb.teardown()  # the process that writes

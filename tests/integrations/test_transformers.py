@@ -15,14 +15,23 @@ from support.forks import Forks
 from support.killed import EXAMPLES, FORM, kill_and_resume, two_runs
 from tokenloom import EvaluationDataset, RemoteDataset, TokenBudget, TokenLRScheduler, TokenProgress
 from tokenloom.integrations.transformers import TokenloomTrainer, last_checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 LENGTH = int(FORM["sequence_length"])
 #: Of the mixture of ``examples/sft``, in two epochs.
 SAMPLES = 32
 
 
-def test_a_trainer_that_is_killed_goes_on_as_if_nothing_had_been(transformers_forks: Forks, tmp_path: Path) -> None:
+def test_a_trainer_that_is_killed_goes_on_as_if_nothing_had_been(
+    transformers_forks: Forks, tmp_path: Path
+) -> None:
     with two_runs(tmp_path) as urls:
         kill_and_resume(
             transformers_forks,
@@ -64,14 +73,21 @@ def dataset(url: str) -> Iterator[RemoteDataset]:
 
 
 def arguments(folder: Path, **named: Any) -> TrainingArguments:
-    common = {"per_device_train_batch_size": 4, "logging_steps": 1, "save_steps": 4, "report_to": "none"}
+    common = {
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+        "save_steps": 4,
+        "report_to": "none",
+    }
     return TrainingArguments(str(folder), use_cpu=True, disable_tqdm=True, **common | named)
 
 
 def model() -> LlamaForCausalLM:
     set_seed(0)
     config = {"vocab_size": 258, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    return LlamaForCausalLM(LlamaConfig(**config, num_attention_heads=2, max_position_embeddings=LENGTH))
+    return LlamaForCausalLM(
+        LlamaConfig(**config, num_attention_heads=2, max_position_embeddings=LENGTH)
+    )
 
 
 def logged(trainer: Trainer) -> list[dict[str, float]]:
@@ -79,24 +95,32 @@ def logged(trainer: Trainer) -> list[dict[str, float]]:
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
-def test_losses_are_those_of_trainers_own_count_of_labels(dataset: RemoteDataset, tmp_path: Path) -> None:
+def test_losses_are_those_of_trainers_own_count_of_labels(
+    dataset: RemoteDataset, tmp_path: Path
+) -> None:
     counts = []
 
     class Compared(TokenloomTrainer):
         def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
             found = super()._get_num_items_in_batch(batch_samples, device)
-            counts.append((found.item(), Trainer._get_num_items_in_batch(self, batch_samples, device).item()))
+            counts.append(
+                (found.item(), Trainer._get_num_items_in_batch(self, batch_samples, device).item())
+            )
             return found
 
     args = arguments(tmp_path, gradient_accumulation_steps=2, max_steps=3, save_strategy="no")
     trainer = Compared(model(), args, train_dataset=dataset)
     own = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_get_num_items_in_batch", _remembered(Trainer._get_num_items_in_batch, own))
+        patch.setattr(
+            Trainer, "_get_num_items_in_batch", _remembered(Trainer._get_num_items_in_batch, own)
+        )
         trainer.train()
     assert len(counts) == 3
     assert [found for found, _ in counts] == [expected for _, expected in counts]
-    assert len({found for found, _ in counts}) > 1, "rows of these lengths have other numbers of labels"
+    assert len({found for found, _ in counts}) > 1, (
+        "rows of these lengths have other numbers of labels"
+    )
     assert len(own) == 3, "Trainer counted labels although they came with the batches"
 
 
@@ -120,7 +144,9 @@ def test_a_training_ends_with_its_data_and_saves_what_it_has(
     assert "ended: every source is exhausted" in caplog.text
     assert "(2 of 3 batches of a step were left)" in caplog.text
     saved = json.loads((tmp_path / "checkpoint-2" / "tokenloom.json").read_text(encoding="utf-8"))
-    assert json.loads(saved["tokenloom"])["sample_index"] == 24, "the batches that were left are not trained on"
+    assert json.loads(saved["tokenloom"])["sample_index"] == 24, (
+        "the batches that were left are not trained on"
+    )
 
 
 class SavesBefore(TrainerCallback):
@@ -132,7 +158,11 @@ class SavesBefore(TrainerCallback):
 
     def _save(self, state: Any, **_: Any) -> None:
         self.trainer._save_checkpoint(self.trainer.model, trial=None)
-        file = Path(self.trainer.args.output_dir) / f"checkpoint-{state.global_step}" / "tokenloom.json"
+        file = (
+            Path(self.trainer.args.output_dir)
+            / f"checkpoint-{state.global_step}"
+            / "tokenloom.json"
+        )
         found = json.loads(json.loads(file.read_text(encoding="utf-8"))["tokenloom"])
         self.saved.append((state.global_step, found["sample_index"]))
 
@@ -143,7 +173,9 @@ class SavesBefore(TrainerCallback):
         self._save(state)
 
 
-def test_a_checkpoint_has_the_data_of_its_weights_whenever_it_is_saved(dataset: RemoteDataset, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_data_of_its_weights_whenever_it_is_saved(
+    dataset: RemoteDataset, tmp_path: Path
+) -> None:
     callback = SavesBefore()
     args = arguments(tmp_path, gradient_accumulation_steps=2, max_steps=2, save_strategy="no")
     callback.trainer = TokenloomTrainer(model(), args, train_dataset=dataset, callbacks=[callback])
@@ -164,11 +196,15 @@ def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(
             arguments(tmp_path, learning_rate=1e-3),
             train_dataset=dataset,
             target_tokens=target,
-            token_lr=lambda optimizer: TokenLRScheduler(optimizer, warmup_tokens=2 * 4 * LENGTH, target_tokens=target),
+            token_lr=lambda optimizer: TokenLRScheduler(
+                optimizer, warmup_tokens=2 * 4 * LENGTH, target_tokens=target
+            ),
             **named,
         )
 
-    first = trainer(dataset, progress=TokenProgress(budget, every_s=0.0, write=lines.append, bar=False))
+    first = trainer(
+        dataset, progress=TokenProgress(budget, every_s=0.0, write=lines.append, bar=False)
+    )
     first.train()
     steps = logged(first)
     assert [step["total_tokens"] for step in steps] == [n * 4 * LENGTH for n in range(1, 7)]
@@ -176,7 +212,9 @@ def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(
     assert [step["learning_rate"] for step in steps[:2]] == [0.5e-3, 1e-3]
     assert steps[-1]["learning_rate"] == 0.0
     assert lines[0].startswith("Dataset estimate: steps=8 ")
-    assert lines[-1].startswith("Tokens 3.1k, Total 75.0%, Samples 24, Epoch 1, Step 6, Global 6, Loss ")
+    assert lines[-1].startswith(
+        "Tokens 3.1k, Total 75.0%, Samples 24, Epoch 1, Step 6, Global 6, Loss "
+    )
 
     # A run that is over trains no further; one that is not goes on, in epochs, too.
     dataset.close()
@@ -185,13 +223,22 @@ def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(
             other = trainer(again)
             other.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{checkpoint}"))
         assert logged(other) == steps
-        assert ("nothing is left to train: step 6 of 6, 3072 tokens" in caplog.text) == (checkpoint == 6)
+        assert ("nothing is left to train: step 6 of 6, 3072 tokens" in caplog.text) == (
+            checkpoint == 6
+        )
         caplog.clear()
 
 
-def test_evaluation_reads_the_same_samples_each_time(dataset: RemoteDataset, url: str, tmp_path: Path) -> None:
+def test_evaluation_reads_the_same_samples_each_time(
+    dataset: RemoteDataset, url: str, tmp_path: Path
+) -> None:
     args = arguments(
-        tmp_path, max_steps=2, save_strategy="no", eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4
+        tmp_path,
+        max_steps=2,
+        save_strategy="no",
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=4,
     )
     with EvaluationDataset(url, 4, stream="questions", samples=12) as questions:
         trainer = TokenloomTrainer(model(), args, train_dataset=dataset, eval_dataset=questions)
@@ -222,14 +269,22 @@ def test_a_checkpoint_that_was_not_saved_to_the_end_is_left_out(
     ]
 
 
-def test_a_checkpoint_without_the_state_of_its_data_is_refused(dataset: RemoteDataset, tmp_path: Path) -> None:
-    trainer = TokenloomTrainer(model(), arguments(tmp_path), train_dataset=dataset, target_tokens=1024)
+def test_a_checkpoint_without_the_state_of_its_data_is_refused(
+    dataset: RemoteDataset, tmp_path: Path
+) -> None:
+    trainer = TokenloomTrainer(
+        model(), arguments(tmp_path), train_dataset=dataset, target_tokens=1024
+    )
     with pytest.raises(ValueError, match="has no checkpoint that was saved whole"):
         trainer.train(resume_from_checkpoint=True)
     folder = tmp_path / "checkpoint-5"
     folder.mkdir()
     (folder / "trainer_state.json").write_text('{"global_step": 5}', encoding="utf-8")
-    refusals = {None: r"is not there: .* or \{\"sample_index\": N\}", "[]": "holds a list", "{": "is no JSON"}
+    refusals = {
+        None: r"is not there: .* or \{\"sample_index\": N\}",
+        "[]": "holds a list",
+        "{": "is no JSON",
+    }
     for text, message in refusals.items():
         if text is not None:
             (folder / "tokenloom.json").write_text(text, encoding="utf-8")
@@ -241,13 +296,24 @@ def test_a_checkpoint_without_the_state_of_its_data_is_refused(dataset: RemoteDa
     ("named", "message"),
     [
         ({"dataloader_num_workers": 2}, "dataloader_num_workers=2 is not for a RemoteDataset"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True is not for a RemoteDataset"),
-        ({"accelerator_config": {"split_batches": True}}, "split_batches=True is not for a RemoteDataset"),
+        (
+            {"accelerator_config": {"dispatch_batches": True}},
+            "dispatch_batches=True is not for a RemoteDataset",
+        ),
+        (
+            {"accelerator_config": {"split_batches": True}},
+            "split_batches=True is not for a RemoteDataset",
+        ),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True is not for a RemoteDataset"),
-        ({"max_steps": -1, "num_train_epochs": 2}, r"num_train_epochs=2 does not say how long.*target_tokens="),
+        (
+            {"max_steps": -1, "num_train_epochs": 2},
+            r"num_train_epochs=2 does not say how long.*target_tokens=",
+        ),
     ],
 )
-def test_other_ways_to_read_data_are_refused(named: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_other_ways_to_read_data_are_refused(
+    named: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     args = arguments(tmp_path, **{"max_steps": 1} | named)
     with pytest.raises(ValueError, match=message):
         TokenloomTrainer(model(), args, train_dataset=RemoteDataset("grpc://127.0.0.1:1/run", 4))
@@ -255,41 +321,71 @@ def test_other_ways_to_read_data_are_refused(named: dict[str, Any], message: str
 
 def test_a_dataset_of_other_ranks_batches_or_labels_is_refused(url: str, tmp_path: Path) -> None:
     def train(dataset: Any, **named: Any) -> None:
-        TokenloomTrainer(model(), arguments(tmp_path, **named), train_dataset=dataset, target_tokens=1024).train()
+        TokenloomTrainer(
+            model(), arguments(tmp_path, **named), train_dataset=dataset, target_tokens=1024
+        ).train()
 
     def fresh(**named: Any) -> RemoteDataset:
         return RemoteDataset(url, 4, resume="fresh", takeover=True, **named)
 
-    with pytest.raises(ValueError, match="the dataset is rank 0 of 2, but Trainer runs on 1 processes"):
+    with pytest.raises(
+        ValueError, match="the dataset is rank 0 of 2, but Trainer runs on 1 processes"
+    ):
         train(fresh(rank=0, world_size=2, attempt="a"))
-    with fresh() as dataset, pytest.raises(ValueError, match=r"per_device_train_batch_size=8 .* batches of 4 samples"):
+    with (
+        fresh() as dataset,
+        pytest.raises(ValueError, match=r"per_device_train_batch_size=8 .* batches of 4 samples"),
+    ):
         train(dataset, per_device_train_batch_size=8)
-    with fresh(accumulate=2) as dataset, pytest.raises(ValueError, match=r"accumulate=2.*accumulation_steps=3"):
+    with (
+        fresh(accumulate=2) as dataset,
+        pytest.raises(ValueError, match=r"accumulate=2.*accumulation_steps=3"),
+    ):
         train(dataset, gradient_accumulation_steps=3)
     growing = RemoteDataset(url, [(0, 2), (1024, 4)], resume="fresh", takeover=True)
-    with growing, pytest.raises(ValueError, match=r"in the midst of a step of .*: give the RemoteDataset accumulate=3"):
+    with (
+        growing,
+        pytest.raises(
+            ValueError, match=r"in the midst of a step of .*: give the RemoteDataset accumulate=3"
+        ),
+    ):
         train(growing, gradient_accumulation_steps=3)
-    with pytest.raises(ValueError, match=r"must be a tokenloom\.RemoteDataset; got a TensorDataset"):
+    with pytest.raises(
+        ValueError, match=r"must be a tokenloom\.RemoteDataset; got a TensorDataset"
+    ):
         train(torch.utils.data.TensorDataset(torch.zeros(2)))
     with pytest.raises(ValueError, match="target_tokens must be at least 1"):
         TokenloomTrainer(model(), arguments(tmp_path), train_dataset=fresh(), target_tokens=0)
 
 
 def test_labels_that_would_be_shifted_twice_are_refused(tmp_path: Path) -> None:
-    with two_runs(tmp_path / "runs", labels="shifted") as urls, RemoteDataset(urls[0], 4) as dataset:
-        trainer = TokenloomTrainer(model(), arguments(tmp_path), train_dataset=dataset, target_tokens=1024)
-        with pytest.raises(ValueError, match="labels: shifted, but LlamaForCausalLM shifts them itself"):
+    with (
+        two_runs(tmp_path / "runs", labels="shifted") as urls,
+        RemoteDataset(urls[0], 4) as dataset,
+    ):
+        trainer = TokenloomTrainer(
+            model(), arguments(tmp_path), train_dataset=dataset, target_tokens=1024
+        )
+        with pytest.raises(
+            ValueError, match="labels: shifted, but LlamaForCausalLM shifts them itself"
+        ):
             trainer.train()
 
 
 def test_batches_that_grow_with_the_tokens_end_at_the_same_target(url: str, tmp_path: Path) -> None:
     # Optimiser steps of 2 × 2 samples, and from 8 samples on of 2 × 4.
     sizes = [(0, 2), (8 * LENGTH, 4)]
-    args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=2)
+    args = arguments(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=2
+    )
     steps = []
     for resume in (None, str(tmp_path / "checkpoint-2")):
-        with RemoteDataset(url, sizes, accumulate=2, resume=None if resume else "fresh", takeover=True) as dataset:
-            trainer = TokenloomTrainer(model(), args, train_dataset=dataset, target_tokens=24 * LENGTH)
+        with RemoteDataset(
+            url, sizes, accumulate=2, resume=None if resume else "fresh", takeover=True
+        ) as dataset:
+            trainer = TokenloomTrainer(
+                model(), args, train_dataset=dataset, target_tokens=24 * LENGTH
+            )
             trainer.train(resume_from_checkpoint=resume)
         steps.append(logged(trainer))
         assert trainer.state.max_steps == 4

@@ -78,7 +78,9 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, inputs: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.head(self.tokens(inputs) + self.places(positions)), labels)
+        return nn.functional.cross_entropy(
+            self.head(self.tokens(inputs) + self.places(positions)), labels
+        )
 
 
 class Trainer(Stateful):
@@ -86,7 +88,9 @@ class Trainer(Stateful):
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        mesh = init_device_mesh("cpu", (dist.get_world_size() // options.tp, options.tp), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(
+            "cpu", (dist.get_world_size() // options.tp, options.tp), mesh_dim_names=("dp", "tp")
+        )
         self.loader = Loader.Config(url=options.url).build(
             dp_world_size=mesh["dp"].size(),
             dp_rank=mesh["dp"].get_local_rank(),
@@ -99,7 +103,9 @@ class Trainer(Stateful):
         self.replica = DistributedDataParallel(self.model, process_group=mesh["dp"].get_group())
         self.data_parallel = mesh["dp"].get_group()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=3e-1)
-        self.scheduler = TokenLRScheduler(self.optimizer, warmup_tokens=4096, target_tokens=options.samples * CONTEXT)
+        self.scheduler = TokenLRScheduler(
+            self.optimizer, warmup_tokens=4096, target_tokens=options.samples * CONTEXT
+        )
         self.step = 0
         self.gloo = dist.new_group(backend="gloo")
         self.saving: Future[Any] | None = None
@@ -137,7 +143,9 @@ class Trainer(Stateful):
                 if self.saving is not None:
                     self.saving.result()
                 checkpoint_id = self.options.checkpoint / f"{dataset.sample_index:012}"
-                self.saving = dcp.async_save(self.states, checkpoint_id=checkpoint_id, process_group=self.gloo)
+                self.saving = dcp.async_save(
+                    self.states, checkpoint_id=checkpoint_id, process_group=self.gloo
+                )
         if self.saving is not None:
             self.saving.result()
         self.loader.close()

@@ -16,7 +16,15 @@ from support.ledger_server import NAME, STREAM, UID, Server, lead
 from support.ledger_stores import LedgerStore, MemoryStore, RedisStore, SqliteStore
 from support.redis_server import RedisServer
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.errors import AttemptUsed, Fenced, LeaseHeld, LedgerError, LedgerRolledBack, NotFound, NotLeader
+from tokenloom_server.errors import (
+    AttemptUsed,
+    Fenced,
+    LeaseHeld,
+    LedgerError,
+    LedgerRolledBack,
+    NotFound,
+    NotLeader,
+)
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import Counters, RunContents, StoredRun, StoredSnapshot
@@ -90,7 +98,9 @@ def test_creating_a_run_that_is_there_returns_the_one_that_is_there(store: Ledge
 def test_many_servers_that_create_one_run_at_once_agree_on_its_uid(store: LedgerStore) -> None:
     ledgers = [store.open() for _ in range(6)]
     with ThreadPoolExecutor(6) as pool:
-        runs = list(pool.map(lambda k: ledgers[k].create_run(NAME, STREAM, f"uid-{k}", "{}"), range(6)))
+        runs = list(
+            pool.map(lambda k: ledgers[k].create_run(NAME, STREAM, f"uid-{k}", "{}"), range(6))
+        )
     assert len({run.uid for run in runs}) == 1
     assert ledgers[0].execute(commands.Acquire(runs[0].uid, STREAM, "one", 0.0)) == 1
 
@@ -130,13 +140,17 @@ def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
         with pytest.raises((NotFound, LedgerRolledBack), match="nobody") as refusal:
             call()
         # Who names an epoch has got it from this ledger.
-        assert isinstance(refusal.value, NotFound) != ("no longer in the ledger" in str(refusal.value))
+        assert isinstance(refusal.value, NotFound) != (
+            "no longer in the ledger" in str(refusal.value)
+        )
 
 
 # Server epochs.
 
 
-def test_each_acquisition_raises_the_epoch_by_one_and_shuts_out_the_one_before(store: LedgerStore) -> None:
+def test_each_acquisition_raises_the_epoch_by_one_and_shuts_out_the_one_before(
+    store: LedgerStore,
+) -> None:
     old = lead(store.open())
     old.open(1, 0)
     old.commit(4)
@@ -162,7 +176,12 @@ def test_concurrent_acquisitions_get_different_epochs(store: LedgerStore) -> Non
     first.create_run(NAME, STREAM, UID, "{}")
     ledgers = [first, store.open(), store.open()]
     with ThreadPoolExecutor(6) as pool:
-        epochs = list(pool.map(lambda k: ledgers[k % 3].execute(commands.Acquire(UID, STREAM, "one", 0.0)), range(12)))
+        epochs = list(
+            pool.map(
+                lambda k: ledgers[k % 3].execute(commands.Acquire(UID, STREAM, "one", 0.0)),
+                range(12),
+            )
+        )
     assert sorted(epochs) == list(range(1, 13))
 
 
@@ -175,13 +194,17 @@ def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: L
     epoch = one.execute(commands.Acquire(UID, STREAM, "one", 1000.0))
     with pytest.raises(LeaseHeld, match=r"served by one since 20.* s more unless"):
         two.execute(commands.Acquire(UID, STREAM, "two", 1000.0))
-    assert one.execute(commands.Acquire(UID, STREAM, "one", 1000.0)) == epoch + 1  # the same server, started again
+    assert (
+        one.execute(commands.Acquire(UID, STREAM, "one", 1000.0)) == epoch + 1
+    )  # the same server, started again
     one.execute(commands.Release(UID, STREAM, epoch + 1))
     assert two.execute(commands.Acquire(UID, STREAM, "two", 0.05)) == epoch + 2
     with pytest.raises(NotLeader):
         one.execute(commands.Renew(UID, STREAM, epoch + 1, "one", 1000.0, None, 0, 0))
     time.sleep(0.1)
-    two.execute(commands.Renew(UID, STREAM, epoch + 2, "two", 1000.0, 7.25, 0, 0))  # late, but nobody else had taken it
+    two.execute(
+        commands.Renew(UID, STREAM, epoch + 2, "two", 1000.0, 7.25, 0, 0)
+    )  # late, but nobody else had taken it
     with pytest.raises(LeaseHeld):
         one.execute(commands.Acquire(UID, STREAM, "one", 1000.0))
     run = one.read_run(NAME, STREAM)
@@ -215,7 +238,9 @@ def test_a_lease_that_would_last_longer_than_it_was_granted_for_has_lapsed(
 # Opening a generation.
 
 
-def test_opening_sets_the_generation_the_committed_state_and_the_first_journal_entry(ledger: Ledger) -> None:
+def test_opening_sets_the_generation_the_committed_state_and_the_first_journal_entry(
+    ledger: Ledger,
+) -> None:
     server = lead(ledger)
     server.open(1, 12)
     opening = opening_of(1, commit_at(12))
@@ -232,7 +257,9 @@ def test_opening_sets_the_generation_the_committed_state_and_the_first_journal_e
 
 def test_an_opening_tells_which_run_it_was_forked_from_and_its_batch_plans(ledger: Ledger) -> None:
     server = lead(ledger)
-    opening = replace(opening_of(1, commit_at(12)), parent_run='{"name":"\u00fc"}', batch_plans='{"accumulate":2}')
+    opening = replace(
+        opening_of(1, commit_at(12)), parent_run='{"name":"\u00fc"}', batch_plans='{"accumulate":2}'
+    )
     for _ in range(2):
         ledger.execute(commands.Open(UID, STREAM, server.epoch, opening, commit_at(12)))
     assert server.run.opening == opening
@@ -264,7 +291,9 @@ def test_a_new_generation_moves_the_ledger_back_and_replaces_all_counters(server
 
 
 @pytest.mark.parametrize("revises", [False, True])
-def test_of_several_servers_that_write_at_once_one_has_written(store: LedgerStore, revises: bool) -> None:
+def test_of_several_servers_that_write_at_once_one_has_written(
+    store: LedgerStore, revises: bool
+) -> None:
     server = lead(store.open())
     ledgers = [store.open() for _ in range(4)]
 
@@ -307,7 +336,10 @@ def test_a_commit_takes_and_drops_specs_as_it_names_them(server: Server) -> None
 def test_the_greatest_integers_are_exact_and_greater_ones_refused(server: Server) -> None:
     greatest = Counters(samples=MAX_COUNTER - 2, rows=MAX_COUNTER - 1, tokens=MAX_COUNTER)
     commit = replace(
-        commit_at(1), sample_index=MAX_COUNTER - 1, total_tokens=MAX_COUNTER, counters={SPECS[0]: greatest}
+        commit_at(1),
+        sample_index=MAX_COUNTER - 1,
+        total_tokens=MAX_COUNTER,
+        counters={SPECS[0]: greatest},
     )
     assert server.do(commands.Commit, 1, commit, True) == MAX_COUNTER - 1
     assert server.committed == commit
@@ -388,10 +420,17 @@ def test_revisions_are_kept_oldest_first_and_may_share_a_sample_index(server: Se
     assert server.revisions == []
     for number, index in ((1, 0), (2, 8), (3, 8), (4, 100)):
         server.revise(number, index)
-    assert server.revisions == [revision_of(1, 0), revision_of(2, 8), revision_of(3, 8), revision_of(4, 100)]
+    assert server.revisions == [
+        revision_of(1, 0),
+        revision_of(2, 8),
+        revision_of(3, 8),
+        revision_of(4, 100),
+    ]
 
 
-def test_revisions_outlast_generations_and_a_new_leader_and_are_of_one_stream(store: LedgerStore) -> None:
+def test_revisions_outlast_generations_and_a_new_leader_and_are_of_one_stream(
+    store: LedgerStore,
+) -> None:
     server = lead(store.open())
     server.revise(1, 4)  # before the first generation
     server.open(1, 0)
@@ -406,32 +445,46 @@ def test_revisions_outlast_generations_and_a_new_leader_and_are_of_one_stream(st
     assert list(new.ledger.revisions(UID, "eval")) == []
 
 
-def test_a_drop_that_comes_again_leaves_the_revision_that_has_its_number_since(server: Server) -> None:
+def test_a_drop_that_comes_again_leaves_the_revision_that_has_its_number_since(
+    server: Server,
+) -> None:
     assert server.revise(1, 8) == 1
     assert server.drop(1) == 2
     assert server.revise(1, 8, "another one") == 3
     assert server.drop(1, known=1) == 3
     assert server.revisions == [revision_of(1, 8, "another one")]
     with pytest.raises(
-        LedgerError, match="knows of 0 changes of the revisions, the ledger has 3: one was made or dropped"
+        LedgerError,
+        match="knows of 0 changes of the revisions, the ledger has 3: one was made or dropped",
     ):
         server.revise(1, 8, known=0)  # so does the revision that was dropped
     assert server.drop(1, known=3) == 4
-    with pytest.raises(LedgerError, match=r"no revision yet, .* knows of 2 changes of the revisions, the ledger has 4"):
+    with pytest.raises(
+        LedgerError,
+        match=r"no revision yet, .* knows of 2 changes of the revisions, the ledger has 4",
+    ):
         server.revise(1, 8, "another one", known=2)
     assert server.revisions == []
     assert server.run.revision_changes == 4
 
 
-def test_a_revision_closes_the_generation_that_it_names_until_the_next_opening(server: Server) -> None:
+def test_a_revision_closes_the_generation_that_it_names_until_the_next_opening(
+    server: Server,
+) -> None:
     server.open(1, 0)
     server.commit(4)
     with pytest.raises(LedgerRolledBack, match="the ledger is at generation 1"):
         server.revise(1, 4, closes=2)
     assert server.revise(1, 4, closes=1) == 1
     assert (server.run.closed_generation, server.committed) == (1, commit_at(4))
-    for late in (lambda: server.commit(6), lambda: server.claim(0, "nonce"), lambda: server.revise(2, 4, closes=1)):
-        with pytest.raises(Fenced, match="at generation 1, which was closed: by a revision while nobody trained"):
+    for late in (
+        lambda: server.commit(6),
+        lambda: server.claim(0, "nonce"),
+        lambda: server.revise(2, 4, closes=1),
+    ):
+        with pytest.raises(
+            Fenced, match="at generation 1, which was closed: by a revision while nobody trained"
+        ):
             late()
     server.revise(2, 4)
     server.open(2, 4)
@@ -444,11 +497,14 @@ def test_a_revision_closes_the_generation_that_it_names_until_the_next_opening(s
 
 def test_snapshots_are_kept_newest_first_and_never_change(server: Server) -> None:
     saved = [
-        StoredSnapshot(id=f"s{k}", sample_index=k, saved_at=1700000000.125 + k, text=f'{{"ü":{k}}}') for k in range(3)
+        StoredSnapshot(id=f"s{k}", sample_index=k, saved_at=1700000000.125 + k, text=f'{{"ü":{k}}}')
+        for k in range(3)
     ]
     for snapshot in saved:
         server.ledger.execute(commands.SaveSnapshot(UID, STREAM, snapshot))
-    server.ledger.execute(commands.SaveSnapshot(UID, STREAM, replace(saved[1], saved_at=1800000000.0)))
+    server.ledger.execute(
+        commands.SaveSnapshot(UID, STREAM, replace(saved[1], saved_at=1800000000.0))
+    )
     with pytest.raises(LedgerError, match="s1 is in the ledger with another text"):
         server.ledger.execute(commands.SaveSnapshot(UID, STREAM, replace(saved[1], text="{}")))
     assert list(server.ledger.snapshots(UID, STREAM)) == saved[::-1]
@@ -467,7 +523,11 @@ def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: Led
     other.revise(1, 8)
     other.do(commands.Adopt, "uid-from-elsewhere")
     other.do(commands.Adopt, "uid-from-elsewhere")  # a repetition
-    assert (other.run.uid, other.run.epoch, other.run.pin) == ("uid-from-elsewhere", other.epoch, "{}")
+    assert (other.run.uid, other.run.epoch, other.run.pin) == (
+        "uid-from-elsewhere",
+        other.epoch,
+        "{}",
+    )
     for ledger in (server.ledger, other.ledger, store.open()):
         with pytest.raises(NotLeader, match="took the uid uid-from-elsewhere"):
             ledger.execute(commands.Commit(UID, STREAM, other.epoch, 1, commit_at(1), False))
@@ -480,22 +540,37 @@ def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: Led
     with pytest.raises(NotLeader):
         server.do(commands.Adopt, "uid-from-elsewhere")
     start = commit_at(20)
-    second = commands.Revise("uid-from-elsewhere", STREAM, other.epoch, revision_of(2, 8), known_changes=1)
+    second = commands.Revise(
+        "uid-from-elsewhere", STREAM, other.epoch, revision_of(2, 8), known_changes=1
+    )
     assert other.ledger.execute(second) == 2
-    other.ledger.execute(commands.Open("uid-from-elsewhere", STREAM, other.epoch, opening_of(6, start), start))
+    other.ledger.execute(
+        commands.Open("uid-from-elsewhere", STREAM, other.epoch, opening_of(6, start), start)
+    )
     commit = commands.Commit("uid-from-elsewhere", STREAM, other.epoch, 6, commit_at(24), True)
     assert other.ledger.execute(commit) == 24
     fresh = store.open()
-    assert fresh.execute(commands.Acquire("uid-from-elsewhere", STREAM, "a", 0.0)) == other.epoch + 1
+    assert (
+        fresh.execute(commands.Acquire("uid-from-elsewhere", STREAM, "a", 0.0)) == other.epoch + 1
+    )
     assert fresh.journal_size("uid-from-elsewhere", STREAM)[0] == 2
-    assert list(fresh.revisions("uid-from-elsewhere", STREAM)) == [revision_of(1, 8), revision_of(2, 8)]
+    assert list(fresh.revisions("uid-from-elsewhere", STREAM)) == [
+        revision_of(1, 8),
+        revision_of(2, 8),
+    ]
     assert other.committed == commit_at(24)
     assert fresh.create_run(NAME, STREAM, "uid-7", "{}").uid == "uid-from-elsewhere"
 
 
 def test_a_uid_may_be_adopted_again_and_back(ledger: Ledger) -> None:
     server = lead(ledger)
-    for before, after in ((UID, "uid-2"), ("uid-2", "uid-3"), ("uid-3", "uid-3"), ("uid-3", UID), (UID, "uid-2")):
+    for before, after in (
+        (UID, "uid-2"),
+        ("uid-2", "uid-3"),
+        ("uid-3", "uid-3"),
+        ("uid-3", UID),
+        (UID, "uid-2"),
+    ):
         ledger.execute(commands.Adopt(before, STREAM, server.epoch, after))
         assert server.run.uid == after
     with pytest.raises(NotLeader, match="took the uid uid-2"):
@@ -540,7 +615,12 @@ def _contents(ledger: Ledger) -> RunContents:
 
 def _lists(contents: RunContents) -> tuple[object, ...]:
     lists = (contents.openings, contents.journal, contents.revisions, contents.snapshots)
-    return (contents.slots, *(list(each) for each in lists), contents.run.committed, contents.run.record)
+    return (
+        contents.slots,
+        *(list(each) for each in lists),
+        contents.run.committed,
+        contents.run.record,
+    )
 
 
 def test_a_run_is_read_as_a_whole_and_goes_to_every_kind_of_ledger(
@@ -559,7 +639,10 @@ def test_a_run_is_read_as_a_whole_and_goes_to_every_kind_of_ledger(
         assert _lists(_contents(target)) == _lists(contents)
         stored = target.read_run(NAME, STREAM)
         assert stored == replace(contents.run, epoch=server.epoch + 1, lease=None)
-        assert target.journal_size(UID, STREAM) == (2, sum(len(each.state.encode()) for each in contents.journal))
+        assert target.journal_size(UID, STREAM) == (
+            2,
+            sum(len(each.state.encode()) for each in contents.journal),
+        )
         # It goes on where it was, under a new server, and in the same generation.
         again = Server(target, target.execute(commands.Acquire(UID, STREAM, "two", 0.0)))
         assert again.commit(8) == 8
@@ -568,22 +651,33 @@ def test_a_run_is_read_as_a_whole_and_goes_to_every_kind_of_ledger(
             again.open(2, 8, "attempt-1")
         again.open(2, 8)
         assert target.store_faults() == []
-        with pytest.raises(LedgerError, match=rf"'{NAME}', stream train, is in this ledger already.*sample index 8"):
+        with pytest.raises(
+            LedgerError, match=rf"'{NAME}', stream train, is in this ledger already.*sample index 8"
+        ):
             target.execute(commands.Import(UID, STREAM, contents))
         other.close()
 
 
-def test_a_backup_shuts_out_all_servers_and_launches_that_it_or_the_ledger_knows(ledger: Ledger) -> None:
+def test_a_backup_shuts_out_all_servers_and_launches_that_it_or_the_ledger_knows(
+    ledger: Ledger,
+) -> None:
     old = _full(ledger)
     contents = _contents(ledger)
     old.open(2, 4)
     old.open(3, 4)
     old.commit(12, 3)
-    restored = ledger.execute(commands.Import(UID, STREAM, contents, from_backup=True, replace=True))
+    restored = ledger.execute(
+        commands.Import(UID, STREAM, contents, from_backup=True, replace=True)
+    )
     assert restored > old.epoch + 1000
     run = ledger.read_run(NAME, STREAM)
     assert run is not None
-    assert (run.committed, run.pin, run.lease, run.closed_generation) == (contents.run.committed, None, None, 3)
+    assert (run.committed, run.pin, run.lease, run.closed_generation) == (
+        contents.run.committed,
+        None,
+        None,
+        3,
+    )
     assert _contents(ledger).slots == {}
     with pytest.raises(NotLeader):
         old.commit(16, 3)

@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 from support.ledger_data import commit_at, opening_of, revision_of
 from support.ledger_stores import LedgerStore, RedisStore, SqliteStore
 from support.memory_ledger import MemoryLedger, Store
@@ -101,17 +107,30 @@ class LedgerMachine(RuleBasedStateMachine):
     def acquire(self, leads: bool, lasts: bool, above: int) -> None:
         """By the server that leads: its own restart. By the other: a takeover, or a refusal while the lease lasts."""
         who = self.leader if leads else 1 - self.leader
-        epoch = self._do(who, commands.Acquire(UID, STREAM, f"server {who}", LONG_S if lasts else 0.0, above))
+        epoch = self._do(
+            who, commands.Acquire(UID, STREAM, f"server {who}", LONG_S if lasts else 0.0, above)
+        )
         if isinstance(epoch, int):
             self.leader, self.epochs[who] = who, epoch
 
-    @rule(leads=LEADS, own=LEADS, lasts=st.booleans(), heard_at=st.sampled_from([None, 0.0, 1.5]), lag=LAG, known=STEP)
-    def renew(self, leads: bool, own: bool, lasts: bool, heard_at: float | None, lag: int, known: int) -> None:
+    @rule(
+        leads=LEADS,
+        own=LEADS,
+        lasts=st.booleans(),
+        heard_at=st.sampled_from([None, 0.0, 1.5]),
+        lag=LAG,
+        known=STEP,
+    )
+    def renew(
+        self, leads: bool, own: bool, lasts: bool, heard_at: float | None, lag: int, known: int
+    ) -> None:
         """``own``: the epoch was not given out a second time."""
         who, epoch = self._server(leads)
         holder, lease_s = f"server {who if own else 1 - who}", LONG_S if lasts else 0.0
         generation, index = self.generation - lag, max(0, self.committed[0] + known)
-        self._do(who, commands.Renew(UID, STREAM, epoch, holder, lease_s, heard_at, generation, index))
+        self._do(
+            who, commands.Renew(UID, STREAM, epoch, holder, lease_s, heard_at, generation, index)
+        )
 
     @rule(leads=LEADS)
     def release(self, leads: bool) -> None:
@@ -135,7 +154,14 @@ class LedgerMachine(RuleBasedStateMachine):
         lag=LAG,
     )
     def open(
-        self, leads: bool, ahead: int, start: int, attempt: int, order: str, revises: bool = False, lag: int = 0
+        self,
+        leads: bool,
+        ahead: int,
+        start: int,
+        attempt: int,
+        order: str,
+        revises: bool = False,
+        lag: int = 0,
     ) -> None:
         """``revises``: a pin asked for a skip, which comes with the opening, wherever that begins."""
         committed = commit_at(start, order)
@@ -144,17 +170,34 @@ class LedgerMachine(RuleBasedStateMachine):
         revision = revision_of(number, start, skips=1) if revises else None
         who, epoch = self._server(leads)
         known = self._known(lag)
-        self._do(who, commands.Open(UID, STREAM, epoch, opening, committed, revision, known_changes=known))
+        self._do(
+            who,
+            commands.Open(UID, STREAM, epoch, opening, committed, revision, known_changes=known),
+        )
 
-    @rule(leads=LEADS, lag=LAG, step=STEP, order=ORDER, journal=st.booleans(), known=st.sampled_from([-2, 0, 0, 0, 2]))
-    def commit(self, leads: bool, lag: int, step: int, order: str, journal: bool, known: int) -> None:
+    @rule(
+        leads=LEADS,
+        lag=LAG,
+        step=STEP,
+        order=ORDER,
+        journal=st.booleans(),
+        known=st.sampled_from([-2, 0, 0, 0, 2]),
+    )
+    def commit(
+        self, leads: bool, lag: int, step: int, order: str, journal: bool, known: int
+    ) -> None:
         present_index, present_order = self.committed
         index = max(0, present_index + step)
-        name = present_order if order == "0" else "0f".replace(present_order, "")  # mostly the order that is committed
+        name = (
+            present_order if order == "0" else "0f".replace(present_order, "")
+        )  # mostly the order that is committed
         who, epoch = self._server(leads)
         commit = commit_at(index, name)
         generation = self.generation - lag
-        self._do(who, commands.Commit(UID, STREAM, epoch, generation, commit, journal, present_index + known))
+        self._do(
+            who,
+            commands.Commit(UID, STREAM, epoch, generation, commit, journal, present_index + known),
+        )
 
     @rule(step=st.integers(1, 3), journal=st.booleans())
     def go_on(self, step: int, journal: bool) -> None:
@@ -207,7 +250,9 @@ class LedgerMachine(RuleBasedStateMachine):
         lag=LAG,
         closes=st.sampled_from([None, None, None, 0, 1, -1]),
     )
-    def revise(self, leads: bool, ahead: int, index: int, reason: str, lag: int, closes: int | None) -> None:
+    def revise(
+        self, leads: bool, ahead: int, index: int, reason: str, lag: int, closes: int | None
+    ) -> None:
         """``closes``: the present generation, or one that is not. A server asks for nothing before the last revision in
         the order, which need not be the newest."""
         revisions = self.rules_only.revisions(UID, STREAM)
@@ -216,13 +261,20 @@ class LedgerMachine(RuleBasedStateMachine):
         generation = 0 if closes is None else max(0, self.generation + closes)
         who, epoch = self._server(leads)
         revision = revision_of(max(1, len(revisions) + ahead), index, reason)
-        self._do(who, commands.Revise(UID, STREAM, epoch, revision, generation, known_changes=self._known(lag)))
+        self._do(
+            who,
+            commands.Revise(
+                UID, STREAM, epoch, revision, generation, known_changes=self._known(lag)
+            ),
+        )
 
     @rule(leads=LEADS, back=st.integers(-1, 2), lag=LAG)
     def drop_revisions(self, leads: bool, back: int, lag: int) -> None:
         who, epoch = self._server(leads)
         number = max(1, len(self.rules_only.revisions(UID, STREAM)) - back)
-        self._do(who, commands.DropRevisions(UID, STREAM, epoch, number, known_changes=self._known(lag)))
+        self._do(
+            who, commands.DropRevisions(UID, STREAM, epoch, number, known_changes=self._known(lag))
+        )
 
     @rule(who=st.integers(0, 1), name=st.sampled_from(["s", "t"]), index=st.integers(0, 2))
     def save_snapshot(self, who: int, name: str, index: int) -> None:
@@ -244,10 +296,16 @@ class LedgerMachine(RuleBasedStateMachine):
     def back_up(self) -> None:
         self.backup = self.rules_only.read_all(NAME, STREAM)
 
-    @rule(replaces=st.booleans(), lossy=st.booleans(), elsewhere=st.sampled_from(["", "", "redis://b"]))
+    @rule(
+        replaces=st.booleans(),
+        lossy=st.booleans(),
+        elsewhere=st.sampled_from(["", "", "redis://b"]),
+    )
     def restore(self, replaces: bool, lossy: bool, elsewhere: str) -> None:
         if self.backup is not None:
-            self._do(self.leader, commands.Import(UID, STREAM, self.backup, lossy, elsewhere, replaces))
+            self._do(
+                self.leader, commands.Import(UID, STREAM, self.backup, lossy, elsewhere, replaces)
+            )
 
     @rule()
     def crash(self) -> None:
@@ -289,7 +347,9 @@ def _outcome(ledger: Ledger, command: Command) -> int | str | None:
 def _without_times(run: StoredRun | None) -> StoredRun:
     """Two ledgers have two clocks; of a lease it stays whether it was released."""
     assert run is not None
-    lease = run.lease and replace(run.lease, acquired_at=0.0, lapses_at=min(run.lease.lapses_at, 1.0))
+    lease = run.lease and replace(
+        run.lease, acquired_at=0.0, lapses_at=min(run.lease.lapses_at, 1.0)
+    )
     return replace(run, lease=lease, committed_at=None)
 
 
@@ -338,14 +398,18 @@ def test_random_histories_on_redis_with_kills_follow_the_rules(redis_server: Red
 #: What is left out of the head, or has another value in it.
 HEAD_MUTANTS: dict[str, Callable[[Head, Command], dict[str, Any]]] = {
     "epoch": lambda head, command: {"epoch": getattr(command, "epoch", head.epoch)},
-    "generation": lambda head, command: {"generation": getattr(command, "generation", head.generation)},
+    "generation": lambda head, command: {
+        "generation": getattr(command, "generation", head.generation)
+    },
     "lease": lambda head, command: {"lease": None},
     "opening_mark": lambda head, command: {"opening_mark": ""},
     "sample_index": lambda head, command: {"sample_index": 0},
     "digest": lambda head, command: (
         {"digest": command.committed.digest} if isinstance(command, commands.Commit) else {}
     ),
-    "revision_changes": lambda head, command: {"revision_changes": getattr(command, "known_changes", 0)},
+    "revision_changes": lambda head, command: {
+        "revision_changes": getattr(command, "known_changes", 0)
+    },
     "closed_generation": lambda head, command: {"closed_generation": 0},
     "elsewhere": lambda head, command: {"elsewhere": ""},
     "newest_revision": lambda head, command: {"newest_revision": None},
@@ -360,17 +424,29 @@ LUA_MUTANTS = {
     "epoch": ("pin", "if not may_write() then return refused() end"),
     "fence": ("commit", "and is_present(ARGV[3])"),
     "deduplication": ("commit", "if index <= committed then return {1, field('sample_index')} end"),
-    "digest": ("commit", "if index == committed and ARGV[8] ~= field('digest') then return refused() end"),
+    "digest": (
+        "commit",
+        "if index == committed and ARGV[8] ~= field('digest') then return refused() end",
+    ),
     "holder": ("renew", "if field('lease_holder') ~= ARGV[3] then return refused() end"),
     "lease": ("acquire", "if holder and holder ~= ARGV[3] and left > 0 then return refused() end"),
     "rollback": ("commit", "or rolled_back(ARGV[3], ARGV[5])"),
     "lost revisions": ("pin", "and revision_changes() >= tonumber(ARGV[#ARGV])"),
-    "revised since": ("revise", "if revision_changes() ~= tonumber(ARGV[#ARGV]) then return refused(same) end"),
+    "revised since": (
+        "revise",
+        "if revision_changes() ~= tonumber(ARGV[#ARGV]) then return refused(same) end",
+    ),
     "dropped twice": (
-        *("drop_revisions", "if revision_changes() ~= tonumber(ARGV[#ARGV]) then return {1, revision_changes()} end"),
+        *(
+            "drop_revisions",
+            "if revision_changes() ~= tonumber(ARGV[#ARGV]) then return {1, revision_changes()} end",
+        ),
     ),
     "closed": ("commit", "present > tonumber(field('closed_generation') or '0') and"),
-    "closes another": ("revise", "if ARGV[6] ~= '0' and not is_present(ARGV[6]) then return refused(same) end"),
+    "closes another": (
+        "revise",
+        "if ARGV[6] ~= '0' and not is_present(ARGV[6]) then return refused(same) end",
+    ),
     "elsewhere": ("pin", "is_here() and"),
     "moved": ("move", "or not has_epoch()"),
     "number": ("revise", "if number ~= newest + 1 then return refused(same) end"),
@@ -383,7 +459,13 @@ LUA_MUTANTS = {
 
 #: A guard of the rules that refuses nothing.
 RULE_MUTANTS = (
-    *("_refuse_epoch", "_refuse_generation", "_refuse_lost_revisions", "_refuse_rolled_back", "_is_committed"),
+    *(
+        "_refuse_epoch",
+        "_refuse_generation",
+        "_refuse_lost_revisions",
+        "_refuse_rolled_back",
+        "_is_committed",
+    ),
 )
 
 

@@ -26,7 +26,16 @@ from support.waiting import wait_for
 from tokenloom_server.errors import LedgerError, LedgerUnavailable, LedgerUnsafe
 from tokenloom_server.ledger import commands, redis_client
 from tokenloom_server.ledger.base import Ledger
-from tokenloom_server.ledger.commands import Acquire, Adopt, ClaimSlot, Commit, Open, Pin, Revise, SaveSnapshot
+from tokenloom_server.ledger.commands import (
+    Acquire,
+    Adopt,
+    ClaimSlot,
+    Commit,
+    Open,
+    Pin,
+    Revise,
+    SaveSnapshot,
+)
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
@@ -56,7 +65,9 @@ def ledger(redis_url: str) -> Iterator[Ledger]:
 @contextmanager
 def settings(client: Any, **values: str) -> Iterator[None]:
     """CONFIG SET, taken back at the end; ``appendonly`` with the rewrite that it takes to hold again."""
-    before = {name: client.config_get(name)[name] for name in (each.replace("_", "-") for each in values)}
+    before = {
+        name: client.config_get(name)[name] for name in (each.replace("_", "-") for each in values)
+    }
     try:
         for name, value in values.items():
             client.config_set(name.replace("_", "-"), value)
@@ -64,7 +75,10 @@ def settings(client: Any, **values: str) -> Iterator[None]:
     finally:
         for name, value in before.items():
             client.config_set(name, value)
-        wait_for(lambda: not client.info("persistence")["aof_rewrite_in_progress"], "the append-only file")
+        wait_for(
+            lambda: not client.info("persistence")["aof_rewrite_in_progress"],
+            "the append-only file",
+        )
 
 
 def _commit(ledger: Ledger, index: int) -> int:
@@ -79,16 +93,21 @@ def _run_is_at(ledger: Ledger, index: int) -> bool:
 # Keys.
 
 
-def test_a_plain_client_reads_the_counters_and_the_committed_state(ledger: Ledger, client: Any) -> None:
+def test_a_plain_client_reads_the_counters_and_the_committed_state(
+    ledger: Ledger, client: Any
+) -> None:
     _commit(ledger, 12)
     uid = client.hget("tokenloom:runs", "run/train")
     key = f"tokenloom:{{{uid}}}:train"
     for kind in ("samples", "rows", "tokens"):
-        expected = {spec: str(getattr(counters, kind)) for spec, counters in commit_at(12).counters.items()}
+        expected = {
+            spec: str(getattr(counters, kind)) for spec, counters in commit_at(12).counters.items()
+        }
         assert client.hgetall(f"{key}:{kind}") == expected
     fields = client.hgetall(key)
     assert {
-        name: fields[name] for name in ("generation", "epoch", "sample_index", "total_tokens", "digest", "state")
+        name: fields[name]
+        for name in ("generation", "epoch", "sample_index", "total_tokens", "digest", "state")
     } == {
         "generation": "1",
         "epoch": "1",
@@ -103,13 +122,29 @@ def test_every_key_has_the_runs_hash_tag_and_none_expires(ledger: Ledger, client
     ledger.execute(Commit("uid", "train", 1, 1, commit_at(3), True))
     ledger.execute(ClaimSlot("uid", "train", 1, 1, 0, "nonce"))
     ledger.execute(Pin("uid", "train", 1, "{}"))
-    ledger.execute(SaveSnapshot("uid", "train", StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}")))
+    ledger.execute(
+        SaveSnapshot(
+            "uid", "train", StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}")
+        )
+    )
     ledger.execute(Revise("uid", "train", 1, revision_of(1, 8)))
     keys = set(client.keys())
-    endings = ["samples", "rows", "tokens", "openings", "attempts", "slots", "journal", "states", "snapshots"]
+    endings = [
+        "samples",
+        "rows",
+        "tokens",
+        "openings",
+        "attempts",
+        "slots",
+        "journal",
+        "states",
+        "snapshots",
+    ]
     endings.append("revisions")
     shared = {"tokenloom:schema", "tokenloom:runs"}
-    assert keys == shared | {"tokenloom:{uid}:train"} | {f"tokenloom:{{uid}}:train:{each}" for each in endings}
+    assert keys == shared | {"tokenloom:{uid}:train"} | {
+        f"tokenloom:{{uid}}:train:{each}" for each in endings
+    }
     assert {client.ttl(key) for key in keys} == {-1}
 
 
@@ -123,7 +158,10 @@ def test_another_schema_is_refused_by_its_number_and_left_as_it_is(
     if version is not None:
         client.set("tokenloom:schema", version)
     found = "none" if version is None else version
-    with pytest.raises(LedgerError, match=f"has schema version {found}, this release has 2: .* or give another ledger"):
+    with pytest.raises(
+        LedgerError,
+        match=f"has schema version {found}, this release has 2: .* or give another ledger",
+    ):
         ledger.check()
 
 
@@ -144,13 +182,18 @@ def test_all_calls_work_where_keys_of_several_slots_are_refused(tmp_path: Path) 
         plain: Any = redis.Redis(port=server.port)
         with plain as client:
             client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
-            wait_for(lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO"), "the cluster")
+            wait_for(
+                lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO"),
+                "the cluster",
+            )
         with closing(RedisLedger(server.url())) as ledger:
             ledger.create_run("run", "train", "uid", "{}")
             epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
             ledger.execute(Adopt("uid", "train", epoch, "elsewhere"))
             ledger.execute(Revise("elsewhere", "train", epoch, revision_of(1, 8)))
-            ledger.execute(Open("elsewhere", "train", epoch, opening_of(1, commit_at(0)), commit_at(0)))
+            ledger.execute(
+                Open("elsewhere", "train", epoch, opening_of(1, commit_at(0)), commit_at(0))
+            )
             assert ledger.execute(Commit("elsewhere", "train", epoch, 1, commit_at(4), True)) == 4
             assert ledger.journal_size("elsewhere", "train")[0] == 2
             assert list(ledger.revisions("elsewhere", "train")) == [revision_of(1, 8)]
@@ -170,7 +213,10 @@ def test_all_calls_work_where_keys_of_several_slots_are_refused(tmp_path: Path) 
         ({"appendfsync": "everysec"}, "appendfsync everysec; expected always"),
         ({"appendfsync": "no"}, "appendfsync no; expected always"),
         ({"no_appendfsync_on_rewrite": "yes"}, "no-appendfsync-on-rewrite yes; expected no"),
-        ({"maxmemory_policy": "volatile-lru"}, "maxmemory-policy volatile-lru; expected noeviction"),
+        (
+            {"maxmemory_policy": "volatile-lru"},
+            "maxmemory-policy volatile-lru; expected noeviction",
+        ),
         ({"maxmemory_policy": "allkeys-lfu"}, "maxmemory-policy allkeys-lfu; expected noeviction"),
     ],
 )
@@ -188,13 +234,18 @@ def test_a_redis_that_can_lose_commits_is_refused_with_the_remedy(
 def test_a_redis_whose_file_was_just_switched_on_is_trusted_once_the_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = RedisServer(tmp_path, rdb_key_save_delay="100000").start()  # microseconds for each key of a rewrite
+    server = RedisServer(
+        tmp_path, rdb_key_save_delay="100000"
+    ).start()  # microseconds for each key of a rewrite
     try:
         with closing(RedisLedger(server.url())) as ledger, server.client() as plain:
             plain.config_set("appendonly", "no")
             ledger.create_run("run", "train", "uid", "{}")
             plain.config_set("appendonly", "yes")
-            with monkeypatch.context() as patch, pytest.raises(LedgerUnsafe, match=r"anew for 0 s.*in_progress:0"):
+            with (
+                monkeypatch.context() as patch,
+                pytest.raises(LedgerUnsafe, match=r"anew for 0 s.*in_progress:0"),
+            ):
                 patch.setattr(redis_client, "REWRITE_TIMEOUT_S", 0.0)
                 ledger.check()
             ledger.check()
@@ -207,13 +258,20 @@ def test_a_redis_whose_file_was_just_switched_on_is_trusted_once_the_file_is_wri
 def test_where_config_is_forbidden_the_ledger_refuses_rather_than_guess(
     redis_url: str, redis_server: RedisServer, client: Any
 ) -> None:
-    client.execute_command("ACL", "SETUSER", "managed", "on", ">s3cret", "~*", "&*", "+@all", "-config")
+    client.execute_command(
+        "ACL", "SETUSER", "managed", "on", ">s3cret", "~*", "&*", "+@all", "-config"
+    )
     url = f"redis://managed:s3cret@127.0.0.1:{redis_server.port}/0"
     try:
         with closing(RedisLedger(url)) as ledger:
-            with pytest.raises(LedgerUnsafe, match=r"does not show its setting appendfsync.*expected always"):
+            with pytest.raises(
+                LedgerUnsafe, match=r"does not show its setting appendfsync.*expected always"
+            ):
                 ledger.check()
-            with settings(client, appendonly="no"), pytest.raises(LedgerUnsafe, match="appendonly no; expected yes"):
+            with (
+                settings(client, appendonly="no"),
+                pytest.raises(LedgerUnsafe, match="appendonly no; expected yes"),
+            ):
                 ledger.check()
             client.execute_command("ACL", "SETUSER", "managed", "+config|get")
             ledger.check()
@@ -241,7 +299,10 @@ def test_a_user_with_what_the_docs_give_it_does_everything_over_tls(
     try:
         with tls_front(context, redis_server.port) as port:
             url = f"rediss://{name}:{password}@127.0.0.1:{port}/0?{files}&ssl_ca_certs={tmp_path}/ca.pem"
-            with closing(open_ledger(url, tmp_path)) as ledger, closing(SqliteLedger(tmp_path / "b.db")) as other:
+            with (
+                closing(open_ledger(url, tmp_path)) as ledger,
+                closing(SqliteLedger(tmp_path / "b.db")) as other,
+            ):
                 assert ledger.description == f"rediss://127.0.0.1:{port}/0"
                 ledger.check()
                 server = lead(ledger)
@@ -263,10 +324,17 @@ def test_a_user_with_what_the_docs_give_it_does_everything_over_tls(
                 pytest.raises(LedgerUnavailable, match="certificate verify failed"),
             ):
                 ledger.check()
-        refused = [log for log in client.execute_command("ACL", "LOG") if log["object"] != "client"]  # it may fail
+        refused = [
+            log for log in client.execute_command("ACL", "LOG") if log["object"] != "client"
+        ]  # it may fail
         assert refused == []
         plain = redis.Redis(port=redis_server.port, username=name, password=password)
-        for request in (("FLUSHALL",), ("SET", "other", "1"), ("KEYS", "*"), ("CONFIG", "SET", "appendonly", "no")):
+        for request in (
+            ("FLUSHALL",),
+            ("SET", "other", "1"),
+            ("KEYS", "*"),
+            ("CONFIG", "SET", "appendonly", "no"),
+        ):
             with closing(plain), pytest.raises(redis.exceptions.NoPermissionError):
                 plain.execute_command(*request)
     finally:
@@ -276,8 +344,12 @@ def test_a_user_with_what_the_docs_give_it_does_everything_over_tls(
 # Servers that are absent, or do not want.
 
 
-def test_descriptions_and_errors_show_no_password(redis_server: RedisServer, tmp_path: Path) -> None:
-    with closing(open_ledger(f"redis://me:s3cret@127.0.0.1:{redis_server.port}/2", tmp_path)) as ledger:
+def test_descriptions_and_errors_show_no_password(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    with closing(
+        open_ledger(f"redis://me:s3cret@127.0.0.1:{redis_server.port}/2", tmp_path)
+    ) as ledger:
         assert ledger.description == f"redis://127.0.0.1:{redis_server.port}/2"
         with pytest.raises(LedgerUnavailable, match="refuses this user") as caught:
             ledger.check()
@@ -292,7 +364,9 @@ def test_descriptions_and_errors_show_no_password(redis_server: RedisServer, tmp
             assert ledger.description == description
 
 
-def test_a_unix_socket_and_another_database_work(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_unix_socket_and_another_database_work(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("s")  # short: a socket's path may have 107 bytes
     server = RedisServer(folder, unixsocket=str(folder / "r.sock")).start()
     try:
@@ -308,8 +382,14 @@ def test_a_unix_socket_and_another_database_work(tmp_path: Path, tmp_path_factor
 def test_an_unreachable_redis_is_named_with_what_to_do() -> None:
     port = free_port()
     with closing(RedisLedger(f"redis://127.0.0.1:{port}/0")) as ledger:
-        for call in (ledger.check, ledger.run_names, lambda: ledger.execute(Acquire("uid", "train", "a", 0.0))):
-            with pytest.raises(LedgerUnavailable, match=rf"127\.0\.0\.1:{port} cannot be reached.*whether it runs"):
+        for call in (
+            ledger.check,
+            ledger.run_names,
+            lambda: ledger.execute(Acquire("uid", "train", "a", 0.0)),
+        ):
+            with pytest.raises(
+                LedgerUnavailable, match=rf"127\.0\.0\.1:{port} cannot be reached.*whether it runs"
+            ):
                 call()
 
 
@@ -342,7 +422,9 @@ def test_a_redis_that_does_not_answer_is_unavailable_within_a_bound(
         assert _run_is_at(ledger, 2)
 
 
-def test_a_redis_out_of_memory_is_unavailable_and_writes_nothing(ledger: Ledger, client: Any) -> None:
+def test_a_redis_out_of_memory_is_unavailable_and_writes_nothing(
+    ledger: Ledger, client: Any
+) -> None:
     _commit(ledger, 4)
     calls: list[Callable[[], object]] = [
         lambda: _commit(ledger, 5),
@@ -368,7 +450,9 @@ def test_a_replica_is_unavailable_for_writes(ledger: Ledger, client: Any) -> Non
     assert _commit(ledger, 5) == 5
 
 
-def test_a_busy_redis_is_unavailable(redis_server: RedisServer, ledger: Ledger, client: Any) -> None:
+def test_a_busy_redis_is_unavailable(
+    redis_server: RedisServer, ledger: Ledger, client: Any
+) -> None:
     with settings(client, lua_time_limit="1"), redis.Redis(port=redis_server.port) as other:
 
         def spin_for_ever() -> None:
@@ -399,7 +483,9 @@ def test_keys_of_another_type_are_an_error_and_not_an_absence(ledger: Ledger, cl
         ledger.execute(Acquire("other", "train", "a", 0.0))
 
 
-def test_a_name_that_leads_to_deleted_keys_is_an_error_and_not_an_absence(ledger: Ledger, client: Any) -> None:
+def test_a_name_that_leads_to_deleted_keys_is_an_error_and_not_an_absence(
+    ledger: Ledger, client: Any
+) -> None:
     client.delete("tokenloom:{uid}:train")
     with pytest.raises(LedgerError, match="keys were lost"):
         ledger.create_run("run", "train", "uid-2", "{}")
@@ -408,7 +494,9 @@ def test_a_name_that_leads_to_deleted_keys_is_an_error_and_not_an_absence(ledger
 # Durability.
 
 
-def test_no_acknowledged_commit_is_lost_when_redis_is_killed(ledger: Ledger, redis_server: RedisServer) -> None:
+def test_no_acknowledged_commit_is_lost_when_redis_is_killed(
+    ledger: Ledger, redis_server: RedisServer
+) -> None:
     for lines in (1, 60, 23):
         acknowledged: list[int] = []
 
@@ -416,7 +504,9 @@ def test_no_acknowledged_commit_is_lost_when_redis_is_killed(ledger: Ledger, red
             index = start
             while True:
                 try:
-                    index = ledger.execute(Commit("uid", "train", 1, 1, commit_at(index + 1), index % 7 == 0))
+                    index = ledger.execute(
+                        Commit("uid", "train", 1, 1, commit_at(index + 1), index % 7 == 0)
+                    )
                 except LedgerUnavailable:
                     return
                 acknowledged.append(index)

@@ -53,11 +53,15 @@ def test_an_epoch_that_was_never_given_is_refused(server: Server) -> None:
     assert server.revisions == []
 
 
-def test_an_epoch_that_was_given_out_twice_does_not_renew_the_other_holders_lease(ledger: Ledger) -> None:
+def test_an_epoch_that_was_given_out_twice_does_not_renew_the_other_holders_lease(
+    ledger: Ledger,
+) -> None:
     ledger.create_run(NAME, STREAM, UID, "{}")
     epoch = ledger.execute(Acquire(UID, STREAM, "two", 1000.0))
     before = ledger.read_run(NAME, STREAM)
-    with pytest.raises(NotLeader, match=f"two has the lease of run '{NAME}', at this server's own epoch {epoch}"):
+    with pytest.raises(
+        NotLeader, match=f"two has the lease of run '{NAME}', at this server's own epoch {epoch}"
+    ):
         ledger.execute(Renew(UID, STREAM, epoch, "one", 5.0, 7.25, 0, 0))
     assert ledger.read_run(NAME, STREAM) == before
     with pytest.raises(LedgerRolledBack):  # what was lost is told first
@@ -66,18 +70,30 @@ def test_an_epoch_that_was_given_out_twice_does_not_renew_the_other_holders_leas
 
 def test_a_lease_of_a_clock_that_has_gone_back_since_keeps_nobody_waiting_for_hours() -> None:
     lease = Lease(holder="one", acquired_at=7200.0, lapses_at=7215.0, lasts_s=15.0, heard_at=None)
-    assert [lease.left_s(now) for now in (7201.0, 7214.5, 7216.0, 7199.5, 100.0)] == [14.0, 0.5, 0.0, 15.5, 0.0]
+    assert [lease.left_s(now) for now in (7201.0, 7214.5, 7216.0, 7199.5, 100.0)] == [
+        14.0,
+        0.5,
+        0.0,
+        15.5,
+        0.0,
+    ]
 
 
-def test_an_epoch_can_be_asked_to_be_beyond_those_that_a_rolled_back_ledger_forgot(ledger: Ledger) -> None:
+def test_an_epoch_can_be_asked_to_be_beyond_those_that_a_rolled_back_ledger_forgot(
+    ledger: Ledger,
+) -> None:
     ledger.create_run(NAME, STREAM, UID, "{}")
     assert ledger.execute(Acquire(UID, STREAM, "one", 0.0, beyond_epoch=41)) == 42
     assert ledger.execute(Acquire(UID, STREAM, "one", 0.0, beyond_epoch=7)) == 43
 
 
-def test_a_ledger_that_is_behind_what_its_server_knows_is_refused_before_anything_changes(server: Server) -> None:
+def test_a_ledger_that_is_behind_what_its_server_knows_is_refused_before_anything_changes(
+    server: Server,
+) -> None:
     server.commit(8)
-    with pytest.raises(LedgerRolledBack, match=r"generation 1, sample index 8, but .*generation 1, sample index 12"):
+    with pytest.raises(
+        LedgerRolledBack, match=r"generation 1, sample index 8, but .*generation 1, sample index 12"
+    ):
         server.do(Commit, 1, commit_at(16), False, 12)
     with pytest.raises(LedgerRolledBack):
         server.do(Renew, "one", 5.0, None, 1, 9)
@@ -118,9 +134,13 @@ def test_an_opening_is_no_repetition_for_the_next_server(store: LedgerStore) -> 
 
 
 @pytest.mark.parametrize("generation", [3, 2, 1])
-def test_a_generation_that_is_not_above_the_current_one_is_refused(server: Server, generation: int) -> None:
+def test_a_generation_that_is_not_above_the_current_one_is_refused(
+    server: Server, generation: int
+) -> None:
     server.open(3, 4)
-    with pytest.raises(LedgerError, match=f"generation 3, the opening has {generation}; expected 4 or more"):
+    with pytest.raises(
+        LedgerError, match=f"generation 3, the opening has {generation}; expected 4 or more"
+    ):
         server.open(generation, 0, attempt="fresh")
     assert server.committed == commit_at(4)
 
@@ -162,7 +182,9 @@ def test_a_commit_at_or_below_the_committed_index_changes_nothing(server: Server
 
 def test_two_digests_for_one_sample_index_stop_everything(server: Server) -> None:
     server.commit(8)
-    with pytest.raises(OrderMismatch, match=rf"index 8 .*{commit_at(8).digest}.*{commit_at(8, 'f').digest}"):
+    with pytest.raises(
+        OrderMismatch, match=rf"index 8 .*{commit_at(8).digest}.*{commit_at(8, 'f').digest}"
+    ):
         server.commit(8, order="f")
     assert server.committed == commit_at(8)
 
@@ -170,7 +192,9 @@ def test_two_digests_for_one_sample_index_stop_everything(server: Server) -> Non
 @pytest.mark.parametrize("generation", [0, 1])
 def test_a_commit_of_another_generation_is_fenced(server: Server, generation: int) -> None:
     server.open(2, 0)
-    with pytest.raises(Fenced, match=f"at generation 2, the call belongs to generation {generation}"):
+    with pytest.raises(
+        Fenced, match=f"at generation 2, the call belongs to generation {generation}"
+    ):
         server.commit(4, generation)
     assert server.committed == commit_at(0)
 
@@ -178,7 +202,9 @@ def test_a_commit_of_another_generation_is_fenced(server: Server, generation: in
 @pytest.mark.parametrize("generation", [0, 1])
 def test_nothing_is_committed_before_the_first_generation(ledger: Ledger, generation: int) -> None:
     server = lead(ledger)
-    with pytest.raises(LedgerRolledBack if generation else Fenced, match=r"no generation of it yet|at generation 0"):
+    with pytest.raises(
+        LedgerRolledBack if generation else Fenced, match=r"no generation of it yet|at generation 0"
+    ):
         server.commit(4, generation)
     with pytest.raises((Fenced, LedgerRolledBack)):
         server.claim(0, "n", generation)
@@ -196,7 +222,9 @@ def test_a_revision_that_is_not_the_next_one_is_refused(server: Server, number: 
         server.revise(2, 8)
     server.revise(1, 8)
     server.revise(2, 8)
-    with pytest.raises(LedgerError, match=f"newest revision is 2, the call's is {number}; expected 3"):
+    with pytest.raises(
+        LedgerError, match=f"newest revision is 2, the call's is {number}; expected 3"
+    ):
         server.revise(number, 8, reason="another")
     assert server.revisions == [revision_of(1, 8), revision_of(2, 8)]
 
@@ -204,7 +232,8 @@ def test_a_revision_that_is_not_the_next_one_is_refused(server: Server, number: 
 def test_a_revision_before_the_newest_one_is_refused(server: Server) -> None:
     server.revise(1, MAX_COUNTER)
     with pytest.raises(
-        LedgerError, match=f"revision 1 begins at sample index {MAX_COUNTER}, the next one would at {MAX_COUNTER - 1}"
+        LedgerError,
+        match=f"revision 1 begins at sample index {MAX_COUNTER}, the next one would at {MAX_COUNTER - 1}",
     ):
         server.revise(2, MAX_COUNTER - 1)
     for number, index in ((2, MAX_COUNTER + 1), (2, -1), (MAX_COUNTER + 1, MAX_COUNTER)):

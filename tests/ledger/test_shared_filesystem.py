@@ -32,7 +32,10 @@ TABLE = r"""
     [
         ("/srv/ledger.db", Mount("/", "ext4", "/dev/nvme0n1p2")),
         ("/home/ann/ledger.db", Mount("/home", "nfs4", "filer.example.org:/vol/home")),
-        ("/home/ann/local disk/deep/ledger.db", Mount("/home/ann/local disk", "xfs", "/dev/nvme1n1")),
+        (
+            "/home/ann/local disk/deep/ledger.db",
+            Mount("/home/ann/local disk", "xfs", "/dev/nvme1n1"),
+        ),
         ("/homework/ledger.db", Mount("/homework", "tmpfs", "tmpfs")),
         ("/scratch/ledger.db", Mount("/scratch", "lustre", "10.0.0.1@o2ib:/work")),
         ("/scratch/../srv/ledger.db", Mount("/", "ext4", "/dev/nvme0n1p2")),
@@ -55,15 +58,44 @@ def test_a_link_is_followed_to_where_the_file_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "glusterfs", "fuse", "virtiofs"]
-    + [f"fuse.{program}" for program in ("sshfs", "s3fs", "gcsfuse", "glusterfs", "juicefs", "one-of-tomorrow")],
+    [
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "9p",
+        "afs",
+        "glusterfs",
+        "fuse",
+        "virtiofs",
+    ]
+    + [
+        f"fuse.{program}"
+        for program in ("sshfs", "s3fs", "gcsfuse", "glusterfs", "juicefs", "one-of-tomorrow")
+    ],
 )
 def test_a_file_system_that_machines_share_is_known(kind: str) -> None:
     assert is_shared(kind)
 
 
 @pytest.mark.parametrize(
-    "kind", ["ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "fuseblk", "fuse.fuse-overlayfs", "apfs"]
+    "kind",
+    [
+        "ext4",
+        "xfs",
+        "btrfs",
+        "zfs",
+        "f2fs",
+        "overlay",
+        "tmpfs",
+        "fuseblk",
+        "fuse.fuse-overlayfs",
+        "apfs",
+    ],
 )
 def test_a_disk_of_this_machine_is_known(kind: str) -> None:
     assert not is_shared(kind)
@@ -75,11 +107,21 @@ def test_a_ledger_on_a_network_file_system_is_refused_with_the_remedy_before_a_f
     far = tmp_path / "far"
     far.mkdir()
     table = tmp_path / "mountinfo"
-    table.write_text(f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:9 / {far.resolve()} rw - nfs4 filer:/far rw\n")
+    table.write_text(
+        f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:9 / {far.resolve()} rw - nfs4 filer:/far rw\n"
+    )
     monkeypatch.setattr(shared_filesystem, "MOUNTS", table)
     with pytest.raises(LedgerUnsafe) as refused:
         SqliteLedger(far / "ledger.db")
-    for part in (f"{far / 'ledger.db'}", "type nfs4", "filer:/far", str(far), "sqlite:////", "checkpoint", "redis://"):
+    for part in (
+        f"{far / 'ledger.db'}",
+        "type nfs4",
+        "filer:/far",
+        str(far),
+        "sqlite:////",
+        "checkpoint",
+        "redis://",
+    ):
         assert part in str(refused.value)
     assert list(far.iterdir()) == []
     SqliteLedger(tmp_path / "ledger.db").close()
@@ -101,7 +143,9 @@ def test_a_ledger_that_nobody_named_is_where_it_is_safe(
     for folder in (far, near, tmp_path / "temporary"):
         folder.mkdir()
     table = tmp_path / "mountinfo"
-    table.write_text(f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:9 / {far.resolve()} rw - nfs4 filer:/far rw\n")
+    table.write_text(
+        f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:9 / {far.resolve()} rw - nfs4 filer:/far rw\n"
+    )
     monkeypatch.setattr(shared_filesystem, "MOUNTS", table)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
 

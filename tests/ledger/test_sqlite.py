@@ -16,7 +16,14 @@ from typing import Any
 
 import pytest
 from support.ledger_data import commit_at, opening_of
-from tokenloom_server.errors import ConfigError, LeaseHeld, LedgerError, LedgerRolledBack, LedgerUnavailable, NotLeader
+from tokenloom_server.errors import (
+    ConfigError,
+    LeaseHeld,
+    LedgerError,
+    LedgerRolledBack,
+    LedgerUnavailable,
+    NotLeader,
+)
 from tokenloom_server.ledger import boot_clock, sqlite_file
 from tokenloom_server.ledger.commands import Acquire, Commit, Open, Pin
 from tokenloom_server.ledger.open import open_ledger
@@ -25,7 +32,9 @@ from tokenloom_server.tools.ledger_backup import back_up, saved_runs
 from tokenloom_server.tools.ledger_check import run_faults, store_faults
 
 
-def test_a_relative_url_is_relative_to_the_base_folder_and_an_absolute_one_is_not(tmp_path: Path) -> None:
+def test_a_relative_url_is_relative_to_the_base_folder_and_an_absolute_one_is_not(
+    tmp_path: Path,
+) -> None:
     for url, path in [
         ("sqlite:///led%20ger.db", tmp_path / "led ger.db"),
         (f"sqlite:///{tmp_path}/absolute.db", tmp_path / "absolute.db"),
@@ -40,11 +49,24 @@ def test_a_relative_url_is_relative_to_the_base_folder_and_an_absolute_one_is_no
     "url",
     [
         *("", "tokenloom.db", "postgres://host/db", "unix:///"),
-        *("sqlite:", "sqlite:///", "sqlite://host/file.db", "sqlite:///:memory:", "sqlite:///file.db?mode=ro"),
-        *("redis://host:notaport/0", "redis://host:99999/0", "redis://host/name", "redis://host/0?decode_responses=0"),
+        *(
+            "sqlite:",
+            "sqlite:///",
+            "sqlite://host/file.db",
+            "sqlite:///:memory:",
+            "sqlite:///file.db?mode=ro",
+        ),
+        *(
+            "redis://host:notaport/0",
+            "redis://host:99999/0",
+            "redis://host/name",
+            "redis://host/0?decode_responses=0",
+        ),
     ],
 )
-def test_a_url_that_names_no_ledger_is_refused_with_what_is_expected(url: str, tmp_path: Path) -> None:
+def test_a_url_that_names_no_ledger_is_refused_with_what_is_expected(
+    url: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"expected auto, sqlite:///relative\.db.*redis://"):
         open_ledger(url, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -87,13 +109,17 @@ def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("version", [1, 10, 12])
-def test_another_schema_is_refused_by_its_number_and_left_as_it_is(tmp_path: Path, version: int) -> None:
+def test_another_schema_is_refused_by_its_number_and_left_as_it_is(
+    tmp_path: Path, version: int
+) -> None:
     path = tmp_path / "tokenloom.db"
     SqliteLedger(path).close()
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
-    with pytest.raises(LedgerError, match=f"has schema version {version}, this release has 11: .* or give another"):
+    with pytest.raises(
+        LedgerError, match=f"has schema version {version}, this release has 11: .* or give another"
+    ):
         SqliteLedger(path)
     assert path.read_bytes() == before
 
@@ -112,7 +138,10 @@ def test_a_file_that_another_process_holds_locked_is_unavailable_for_as_long(
 ) -> None:
     monkeypatch.setattr(sqlite_file, "BUSY_TIMEOUT_S", 0.05)
     path = tmp_path / "tokenloom.db"
-    with closing(SqliteLedger(path)) as ledger, closing(sqlite3.connect(path, isolation_level=None)) as other:
+    with (
+        closing(SqliteLedger(path)) as ledger,
+        closing(sqlite3.connect(path, isolation_level=None)) as other,
+    ):
         ledger.create_run("run", "train", "uid", "{}")
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(LedgerUnavailable, match="locked"):
@@ -192,7 +221,9 @@ except NotLeader:
 def _committer(path: Path) -> Iterator[subprocess.Popen[str]]:
     folders = [str(Path(__file__).parent.parent)]
     code = f"import sys; sys.path[:0] = {folders!r}\n{_COMMITTER}"
-    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
+    ) as child:
         try:
             yield child
         finally:
@@ -234,12 +265,17 @@ def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_pat
             with pytest.raises(NotLeader):
                 ledger.execute(Commit("uid", "train", epoch - 1, 1, commit_at(10**6), False))
             after = commit_at(before.committed.sample_index + 1)
-            assert ledger.execute(Commit("uid", "train", epoch, 1, after, False)) == after.sample_index
+            assert (
+                ledger.execute(Commit("uid", "train", epoch, 1, after, False)) == after.sample_index
+            )
 
 
 def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:
     path = tmp_path / "tokenloom.db"
-    with closing(SqliteLedger(path)) as ledger, closing(sqlite3.connect(path, isolation_level=None)) as other:
+    with (
+        closing(SqliteLedger(path)) as ledger,
+        closing(sqlite3.connect(path, isolation_level=None)) as other,
+    ):
         ledger.create_run("run", "train", "uid", "{}")
         other.execute("BEGIN IMMEDIATE")
         with ThreadPoolExecutor(1) as pool:
@@ -253,19 +289,26 @@ def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_the_files_of_a_ledger_are_their_owners_alone(tmp_path: Path, link: bool, caplog: Any) -> None:
+def test_the_files_of_a_ledger_are_their_owners_alone(
+    tmp_path: Path, link: bool, caplog: Any
+) -> None:
     path = named = tmp_path / "ledger" / "tokenloom.db"
     path.parent.mkdir()
     if link:
         named = tmp_path / "link.db"
         named.symlink_to(path)
     with closing(SqliteLedger(named)):
-        assert [file.stat().st_mode & 0o777 for file in path.parent.iterdir()] == [0o600] * 3 and not caplog.records
+        assert [file.stat().st_mode & 0o777 for file in path.parent.iterdir()] == [
+            0o600
+        ] * 3 and not caplog.records
         for file in path.parent.iterdir():
             file.chmod(0o644)
         with closing(SqliteLedger(named)):
             assert [file.stat().st_mode & 0o777 for file in path.parent.iterdir()] == [0o600] * 3
-    assert f"the ledger's file {path} has mode 0644, so others may use it: it is made 0600" in caplog.text
+    assert (
+        f"the ledger's file {path} has mode 0644, so others may use it: it is made 0600"
+        in caplog.text
+    )
 
 
 @contextmanager
@@ -291,7 +334,9 @@ def _changed(path: Path, how: str) -> Iterator[None]:
         assert Path(f"{path}-wal").exists()
 
 
-@pytest.mark.parametrize("how", ["deleted", "behind a link", "replaced", "its log deleted", "its folder deleted"])
+@pytest.mark.parametrize(
+    "how", ["deleted", "behind a link", "replaced", "its log deleted", "its folder deleted"]
+)
 def test_a_file_that_was_deleted_or_replaced_while_it_was_open_is_a_ledger_that_lost_data(
     tmp_path: Path, how: str
 ) -> None:
@@ -310,7 +355,9 @@ def test_a_file_that_was_deleted_or_replaced_while_it_was_open_is_a_ledger_that_
                     with pytest.raises(ConfigError, match=r"folder .* does not exist"):
                         ledger.execute(Pin("uid", "train", epoch, "here"))
                 path.parent.mkdir()
-            with pytest.raises(LedgerRolledBack, match=r"deleted, moved or replaced .* Bring its data back"):
+            with pytest.raises(
+                LedgerRolledBack, match=r"deleted, moved or replaced .* Bring its data back"
+            ):
                 ledger.execute(Pin("uid", "train", epoch, "here"))
             # From now on it is the file that everybody finds there.
             stored = ledger.read_run("run", "train")
@@ -347,7 +394,10 @@ def test_a_container_whose_monotonic_clock_is_its_own_takes_no_lease_that_is_hel
         with monkeypatch.context() as patch:
             patch.setattr(boot_clock, "_TIME_NAMESPACE", namespace)
             patch.setattr(time, "monotonic", lambda: monotonic() + 86400)
-            with closing(SqliteLedger(path)) as other, pytest.raises(LeaseHeld, match=r"lasts (500|4\d\d)\.\d s more"):
+            with (
+                closing(SqliteLedger(path)) as other,
+                pytest.raises(LeaseHeld, match=r"lasts (500|4\d\d)\.\d s more"),
+            ):
                 other.execute(Acquire("uid", "train", "b", 500.0))
         with closing(SqliteLedger(path)) as third:
             assert third.clock() == pytest.approx(ledger.clock(), abs=100)
@@ -379,7 +429,9 @@ def test_a_ledger_on_a_full_disk_can_be_checked_and_saved_and_a_new_one_leaves_n
         if not in_use:
             ledger.close()
         former = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, former[1]))  # no file grows, as on a full disk
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (0, former[1])
+        )  # no file grows, as on a full disk
         try:
             with pytest.raises(LedgerUnavailable, match="free space"):
                 SqliteLedger(new)
@@ -391,5 +443,7 @@ def test_a_ledger_on_a_full_disk_can_be_checked_and_saved_and_a_new_one_leaves_n
             back_up(full, [("run", "train")], tmp_path / "backup")
         assert [next(saved_runs(tmp_path / "backup", None)).run.name] == ["run"]
         # It cannot be written to, so that no server may begin on it.
-        assert [fault.partition(":")[0] for fault in faults] == ([] if in_use else ["LedgerUnavailable"])
+        assert [fault.partition(":")[0] for fault in faults] == (
+            [] if in_use else ["LedgerUnavailable"]
+        )
         assert not list(tmp_path.glob("new.db*"))

@@ -54,7 +54,9 @@ def picks(config: RunConfig, count: int, capacity: Mapping[int, int] | None = No
         [1 / 3, 1 / 7, 1 / 11],
     ],
 )
-def test_every_child_is_within_one_sample_of_its_share_at_every_sample(weights: list[float]) -> None:
+def test_every_child_is_within_one_sample_of_its_share_at_every_sample(
+    weights: list[float],
+) -> None:
     assert worst_distance(picks(weighted(weights), 3000), weights) < 1
 
 
@@ -69,14 +71,27 @@ class Reference:
 
     def ahead(self) -> list[Fraction]:
         """By child, how many tokens it has more than its share."""
-        return [own - share * sum(self.tokens) for own, share in zip(self.tokens, self.shares, strict=True)]
+        return [
+            own - share * sum(self.tokens)
+            for own, share in zip(self.tokens, self.shares, strict=True)
+        ]
 
     def choose(self) -> int:
         margin, ahead = Fraction(self.longest, 2 * len(self.shares) - 2), self.ahead()
-        due = [i for i, share in enumerate(self.shares) if share * self.longest - ahead[i] >= margin]
-        deadlines = [(self.longest - margin + own) / share for own, share in zip(ahead, self.shares, strict=True)]
+        due = [
+            i for i, share in enumerate(self.shares) if share * self.longest - ahead[i] >= margin
+        ]
+        deadlines = [
+            (self.longest - margin + own) / share
+            for own, share in zip(ahead, self.shares, strict=True)
+        ]
         return min(
-            due, key=lambda i: (deadlines[i] * 2**20 // 1, draw(self.seed, Purpose.TIE, 2 * i, self.picks[i]), i)
+            due,
+            key=lambda i: (
+                deadlines[i] * 2**20 // 1,
+                draw(self.seed, Purpose.TIE, 2 * i, self.picks[i]),
+                i,
+            ),
         )
 
     def take(self, child: int, length: int) -> None:
@@ -94,8 +109,13 @@ class Reference:
     st.integers(0, 2**63 - 1),
 )
 @settings(max_examples=200, deadline=None)
-def test_choices_are_those_of_the_rule_as_it_is_written(weights: list[int], length: int, seed: int) -> None:
-    chooser, reference = LeastConsumedChooser(node_start(weights, length, seed)), Reference(weights, seed, length)
+def test_choices_are_those_of_the_rule_as_it_is_written(
+    weights: list[int], length: int, seed: int
+) -> None:
+    chooser, reference = (
+        LeastConsumedChooser(node_start(weights, length, seed)),
+        Reference(weights, seed, length),
+    )
     for child in chooser.upcoming(300).tolist():
         assert child == reference.choose()
         reference.take(child, length)
@@ -116,7 +136,9 @@ def test_of_samples_that_differ_in_length_every_child_is_within_one_longest_of_i
     weights: list[int], seed: int, shortest: int, rng: random.Random
 ) -> None:
     lengths = [[rng.randint(shortest, LENGTH) for _ in range(200)] for _ in weights]
-    walk = Walk(config_of("least_consumed", *weights, seed=seed), [200] * len(weights), lengths=lengths)
+    walk = Walk(
+        config_of("least_consumed", *weights, seed=seed), [200] * len(weights), lengths=lengths
+    )
     reference, bound = Reference(weights, seed), LENGTH * (1 - Fraction(1, 2 * len(weights) - 2))
     for child in walk.leap(200):
         assert child == reference.choose()
@@ -138,7 +160,11 @@ def test_two_children_whose_credits_sum_to_a_hair_below_zero_go_on_in_turn() -> 
         child = chooser.choose(0)
         node.children.picks[child] += 1
         node.children.balances[child] += 8
-        node = node._replace(states=[ChildState(credit=own) for own in chooser.mark.credits_at(node.children.balances)])
+        node = node._replace(
+            states=[
+                ChildState(credit=own) for own in chooser.mark.credits_at(node.children.balances)
+            ]
+        )
         again.append(child)
     assert found == again
     assert worst_distance(found, [1, 1]) < 1
@@ -154,7 +180,9 @@ def test_ties_go_by_a_seeded_hash_and_not_by_position() -> None:
 
 @given(st.lists(st.decimals("0.01", "10", places=2).map(float), min_size=2, max_size=10), st.data())
 @settings(max_examples=80, deadline=None)
-def test_behind_an_exhaustion_the_rest_keep_to_their_new_shares(weights: list[float], data: st.DataObject) -> None:
+def test_behind_an_exhaustion_the_rest_keep_to_their_new_shares(
+    weights: list[float], data: st.DataObject
+) -> None:
     config = weighted(weights)
     first = picks(config, 120)
     victim = data.draw(st.sampled_from(sorted(set(first))))
@@ -162,7 +190,9 @@ def test_behind_an_exhaustion_the_rest_keep_to_their_new_shares(weights: list[fl
     found = picks(config, 400, {victim: last})
     assert found.count(victim) == last
     # Up to the failed pick, which is where the victim would have had one more, nothing is different.
-    failed = next(k for k, source in enumerate(first) if source == victim and first[:k].count(victim) == last)
+    failed = next(
+        k for k, source in enumerate(first) if source == victim and first[:k].count(victim) == last
+    )
     assert found[:failed] == first[:failed]
     rest = [weight for child, weight in enumerate(weights) if child != victim]
     renumbered = [child - (child > victim) for child in found[failed:]]

@@ -35,7 +35,9 @@ def to_the_end(walk: Walk, steps: int = 7) -> list[int]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("max_tokens", "samples"), [(8, 1), (15, 1), (80, 10), (87, 10)])
-def test_a_source_gives_whole_samples_up_to_its_max_tokens(policy: str, max_tokens: int, samples: int) -> None:
+def test_a_source_gives_whole_samples_up_to_its_max_tokens(
+    policy: str, max_tokens: int, samples: int
+) -> None:
     walk = Walk(config_of(policy, {"max_tokens": max_tokens}, {}), [50, 50])
     found = to_the_end(walk)
     assert Counter(found) == {0: samples, 1: 50}
@@ -66,10 +68,14 @@ def test_a_limit_with_stop_ends_the_node_at_the_pick_beyond_it() -> None:
     walk = Walk(config_of("least_consumed", {"max_tokens": 80}, {}, on_exhausted="stop"), [50, 50])
     to_the_end(walk)
     assert walk.given in ([10, 10], [10, 11])
-    assert walk.mixer.why_over() == ("exhausted, and its node stops: txt:0:text (max_tokens reached: txt:0:text)")
+    assert walk.mixer.why_over() == (
+        "exhausted, and its node stops: txt:0:text (max_tokens reached: txt:0:text)"
+    )
 
 
-@pytest.mark.parametrize(("parent", "source", "ends"), [("drop", "stop", True), ("stop", "drop", False)])
+@pytest.mark.parametrize(
+    ("parent", "source", "ends"), [("drop", "stop", True), ("stop", "drop", False)]
+)
 def test_a_source_says_what_its_end_does_to_its_node(parent: str, source: str, ends: bool) -> None:
     children = {"on_exhausted": source}, {"on_exhausted": "drop"}
     walk = Walk(config_of("least_consumed", *children, on_exhausted=parent), [5, 50])

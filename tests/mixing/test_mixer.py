@@ -32,7 +32,9 @@ def capacities(rng: random.Random, config: RunConfig) -> list[int]:
 def lengths_of(rng: random.Random, capacity: list[int]) -> list[list[int]]:
     """Of every second run, how long the sources' samples are, where balances count that."""
     shortest = rng.choice([0, 1, LENGTH])
-    return rng.choice([[], [[rng.randint(shortest, LENGTH) for _ in range(count)] for count in capacity]])
+    return rng.choice(
+        [[], [[rng.randint(shortest, LENGTH) for _ in range(count)] for count in capacity]]
+    )
 
 
 @given(st.integers(0, 2**32))
@@ -101,7 +103,9 @@ def test_samples_that_are_planned_ahead_are_those_that_are_picked_one_by_one(see
 def test_plans_longer_than_what_is_worked_out_ahead_are_the_same_order(policy: str) -> None:
     config = config_of(policy, 0.5, 0.25, 0.2, 0.049, 0.001)
     first, second = (Walk(config, [10**6] * 5) for _ in range(2))
-    assert first.leap(20_000) == [source for count in (1, 4_095, 4_097, 11_807) for source in second.leap(count)]
+    assert first.leap(20_000) == [
+        source for count in (1, 4_095, 4_097, 11_807) for source in second.leap(count)
+    ]
 
 
 @given(st.integers(0, 2**32))
@@ -203,7 +207,9 @@ def test_a_child_is_exhausted_by_a_failed_pick_and_never_earlier() -> None:
 def test_ids_are_depth_first_parents_first_and_stay() -> None:
     first = node("least_consumed", {}, node("weighted", {}), alias="a")
     config = config_of("weighted", first, {}, node("weighted", {}, alias="b"), alias="root")
-    described = [(of.id, of.alias, of.policy, node_shape(config, of).child_ids) for of in config.nodes]
+    described = [
+        (of.id, of.alias, of.policy, node_shape(config, of).child_ids) for of in config.nodes
+    ]
     assert described == [
         (0, "root", "weighted", (3, 4, 7)),
         (1, "a", "least_consumed", (0, 5)),

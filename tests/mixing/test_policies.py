@@ -61,7 +61,9 @@ def test_size_estimates_are_in_the_record_where_a_policy_needs_them_and_are_kept
         2 * rows for rows, _ in SIZES.values()
     ]
     assert json.loads(again.record.to_json()) == record
-    assert "size_estimates" not in json.loads(order_of(folder, under("least_consumed")).record.to_json())
+    assert "size_estimates" not in json.loads(
+        order_of(folder, under("least_consumed")).record.to_json()
+    )
 
 
 def test_states_hold_weights_only_where_a_policy_makes_them(folder: Path) -> None:
@@ -95,13 +97,18 @@ def test_a_state_with_other_weights_than_there_can_be_is_refused(
 
 
 @pytest.mark.parametrize("scheme", ["parquet", "jsonl"])
-def test_an_empty_source_is_refused_at_start_by_name(folder: Path, tmp_path: Path, scheme: str) -> None:
+def test_an_empty_source_is_refused_at_start_by_name(
+    folder: Path, tmp_path: Path, scheme: str
+) -> None:
     write_parquet(tmp_path / "empty.parquet", [])
     write_jsonl(tmp_path / "empty.jsonl", [])
     write_parquet(tmp_path / "full.parquet", [[1, 2, 3]])
     spec = f"{scheme}:empty.{scheme}:ids"
     document = mixture(
-        mixture={"policy": "least_consumed", "children": [{"source": "parquet:full.parquet:ids"}, {"source": spec}]}
+        mixture={
+            "policy": "least_consumed",
+            "children": [{"source": "parquet:full.parquet:ids"}, {"source": spec}],
+        }
     )
     with pytest.raises(SourceError, match=f"source '{spec}' has no rows: its 1 files"):
         order_of(tmp_path, document)
@@ -110,7 +117,10 @@ def test_an_empty_source_is_refused_at_start_by_name(folder: Path, tmp_path: Pat
 def test_a_run_without_an_end_has_nothing_to_estimate() -> None:
     endless = under("soft_sequential")
     endless["mixture"]["children"][1]["epochs"] = float("inf")
-    with pytest.raises(ConfigError, match=r"children\.1\.epochs: found \.inf, but the policy 'soft_sequential' above"):
+    with pytest.raises(
+        ConfigError,
+        match=r"children\.1\.epochs: found \.inf, but the policy 'soft_sequential' above",
+    ):
         parsed(endless)
     endless["mixture"]["children"][1]["max_tokens"] = 1000
     assert parsed(endless).measured_sources == (0, 2)

@@ -41,7 +41,9 @@ class LastFirstChooser(Chooser):
 
     def weights(self) -> Sequence[int]:
         live = self._children.live
-        return [int(bool(live) and position == live[-1]) for position in range(len(self._children.out))]
+        return [
+            int(bool(live) and position == live[-1]) for position in range(len(self._children.out))
+        ]
 
 
 def config_of(policy: str, **child: Any) -> RunConfig:
@@ -62,21 +64,31 @@ def test_what_a_catalog_has_is_mixed_and_planned() -> None:
     assert picks == [2] * 3 + [1] * 2 + [0] * 4
     curves = [TokenCurve.of([(rows, rows * LENGTH)]) for rows in (4, 2, 3)]
     for exact_picks in (100, 0):
-        plan = forecast([Part(config=config, curves=curves)], initial_state(config), exact_picks=exact_picks)
+        plan = forecast(
+            [Part(config=config, curves=curves)], initial_state(config), exact_picks=exact_picks
+        )
         assert [source.exhausted_at_sample for source in plan.sources] == [9, 5, 3]
 
 
 def test_what_a_catalog_has_is_checked_revised_and_forked() -> None:
-    with pytest.raises(ConfigError, match="weight: found 2, but the policy 'last_first' knows no weights"):
+    with pytest.raises(
+        ConfigError, match="weight: found 2, but the policy 'last_first' knows no weights"
+    ):
         config_of(LastFirst.name, weight=2)
-    with pytest.raises(ConfigError, match="'balance_remaining', 'schedule' or 'last_first'; found 'first_last'"):
+    with pytest.raises(
+        ConfigError, match="'balance_remaining', 'schedule' or 'last_first'; found 'first_last'"
+    ):
         config_of("first_last")
     old, new = config_of("round_robin"), config_of(LastFirst.name)
     revised = carry(initial_state(old), old, new)
     assert Mixer(new, revised.nodes).decide_one(lambda _: True) == 2
     sources = [SourceState(samples=count, tokens=count * LENGTH) for count in (5, 0, 1)]
     assert [child.samples for child in elsewhere.forked(new, sources)[0]] == [5, 0, 1]
-    assert elsewhere.imported(new, sources, [5, 0, 1], [True, False, True]).baselines == (None, None, None)
+    assert elsewhere.imported(new, sources, [5, 0, 1], [True, False, True]).baselines == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_names_are_distinct_and_there_is_one_of_each() -> None:

@@ -38,13 +38,21 @@ def percent(weights: list[int]) -> list[float]:
 
 def test_soft_sequential_has_the_shares_of_what_is_left() -> None:
     totals, yielded = (25_317, 12_164_382), (25_261, 121_225)
-    shares = SoftSequential().rule([Left(total - given, total) for total, given in zip(totals, yielded, strict=True)])
+    shares = SoftSequential().rule(
+        [Left(total - given, total) for total, given in zip(totals, yielded, strict=True)]
+    )
     assert percent(shares) == [0.22, 99.78]
     # Counters that are wrongly at zero, which is how such a fault shows.
     assert percent(SoftSequential().rule([Left(total, total) for total in totals])) == [100, 0]
 
 
-@given(st.lists(st.integers(1, 2**53).flatmap(lambda total: st.tuples(st.integers(1, total), st.just(total)))))
+@given(
+    st.lists(
+        st.integers(1, 2**53).flatmap(
+            lambda total: st.tuples(st.integers(1, total), st.just(total))
+        )
+    )
+)
 def test_soft_sequential_is_the_product_as_it_is_written(children: list[tuple[int, int]]) -> None:
     found = SoftSequential().rule([Left(*child) for child in children])
     left, shares = 1.0, []
@@ -52,7 +60,10 @@ def test_soft_sequential_is_the_product_as_it_is_written(children: list[tuple[in
         shares.append(left * remaining / total)
         left *= 1 - remaining / total
     near = 1e-6 + (1 + len(shares)) * 2**-59 / (sum(shares) or 1)  # shares are in 2^-60
-    assert all(abs(weight / MAX_SUM - share / sum(shares)) < near for weight, share in zip(found, shares, strict=True))
+    assert all(
+        abs(weight / MAX_SUM - share / sum(shares)) < near
+        for weight, share in zip(found, shares, strict=True)
+    )
     assert sum(found) <= MAX_SUM
 
 
@@ -82,7 +93,9 @@ def test_weights_are_constant_between_updates(policy: str) -> None:
     known: dict[int, set[tuple[int, ...]]] = {}
     for at in range(1200):
         walk.step()
-        known.setdefault(at // UPDATE_PICKS, set()).add(tuple(child.weight for child in walk.present()[0]))
+        known.setdefault(at // UPDATE_PICKS, set()).add(
+            tuple(child.weight for child in walk.present()[0])
+        )
     assert all(len(weights) == 1 for weights in known.values())
     # Once in a while what is left is what was expected, and they stay.
     assert len(set.union(*known.values())) >= len(known) - 1
@@ -122,14 +135,22 @@ def test_rows_are_those_of_all_epochs() -> None:
 
 def test_epochs_and_limits_of_nodes_decide_what_their_sources_have_left() -> None:
     limited = node("weighted", {"epochs": float("inf")}, max_tokens=88)
-    config = config_of("balance_remaining", {}, node("weighted", {"epochs": 0.5}, epochs=3), limited, epochs=2)
+    config = config_of(
+        "balance_remaining", {}, node("weighted", {"epochs": 0.5}, epochs=3), limited, epochs=2
+    )
     assert config.epochs == (2, 3, float("inf"))
     assert config.measured_sources == (0, 1)
     sizes = {i: TokenCurve.of([(rows, 8 * rows)]) for i, rows in enumerate((100, 10))}
     mixer = Mixer(config, initial_nodes(config), sizes)
     mixer.update_weights(0, 0, lambda _: (0, 0))
-    assert [child.total for child in mixer.states(mixer.mix_weights, [0, 0, 0], [0, 0, 0])[0]] == [200, 30, 11]
-    assert target_shares(config, initial_state(config), sizes) == pytest.approx((200 / 241, 30 / 241, 11 / 241))
+    assert [child.total for child in mixer.states(mixer.mix_weights, [0, 0, 0], [0, 0, 0])[0]] == [
+        200,
+        30,
+        11,
+    ]
+    assert target_shares(config, initial_state(config), sizes) == pytest.approx(
+        (200 / 241, 30 / 241, 11 / 241)
+    )
 
 
 def test_a_schedule_is_linear_between_its_points_and_constant_outside() -> None:
@@ -140,7 +161,13 @@ def test_a_schedule_is_linear_between_its_points_and_constant_outside() -> None:
 
 def test_a_stepped_schedule_stays_until_the_next_point() -> None:
     schedule = WeightCurve([[(100, 2), (300, 4)], [(0, 1)]], linear=False)
-    assert [schedule.weights(t)[0] / schedule.weights(t)[1] for t in (0, 100, 299, 300, 301)] == [2, 2, 2, 4, 4]
+    assert [schedule.weights(t)[0] / schedule.weights(t)[1] for t in (0, 100, 299, 300, 301)] == [
+        2,
+        2,
+        2,
+        4,
+        4,
+    ]
 
 
 def test_a_weight_on_its_way_to_0_is_not_0_before() -> None:
@@ -150,14 +177,20 @@ def test_a_weight_on_its_way_to_0_is_not_0_before() -> None:
 
 
 def test_a_child_of_weight_0_gets_nothing_and_is_not_out() -> None:
-    walk = Walk(config_of("schedule", [[0, 0], [160, 0], [161, 1]], 1, interpolate="step"), [100, 1000], updates=4)
+    walk = Walk(
+        config_of("schedule", [[0, 0], [160, 0], [161, 1]], 1, interpolate="step"),
+        [100, 1000],
+        updates=4,
+    )
     assert walk.leap(20) == [1] * 20
     assert [child.exhausted for child in walk.present()[0]] == [False, False]
     assert Counter(walk.leap(105))[0] >= 50
 
 
 def test_where_every_child_that_is_left_has_weight_0_they_share_equally() -> None:
-    config = config_of("schedule", 1, [[0, 0], [80_000, 1]], [[0, 0], [80_000, 3]], interpolate="step")
+    config = config_of(
+        "schedule", 1, [[0, 0], [80_000, 1]], [[0, 0], [80_000, 3]], interpolate="step"
+    )
     walk = Walk(config, [5, 100, 100])
     found = walk.leap(25)
     assert found[:5] == [0] * 5
@@ -191,7 +224,9 @@ def test_every_child_is_within_one_sample_of_what_the_weights_in_force_give_it(
 ) -> None:
     rng = random.Random(seed)
     if policy == "schedule":
-        config = config_of("schedule", *([[0, rng.uniform(0.1, 3)], [8_000, rng.uniform(0, 3)]] for _ in capacity))
+        config = config_of(
+            "schedule", *([[0, rng.uniform(0.1, 3)], [8_000, rng.uniform(0, 3)]] for _ in capacity)
+        )
     else:
         config = mixture_of(policy, len(capacity))
     walk = Walk(config, capacity)
@@ -199,7 +234,9 @@ def test_every_child_is_within_one_sample_of_what_the_weights_in_force_give_it(
     for _ in range(600):
         walk.begin()
         weights = walk.mixer.weights()[0]
-        due = [was + Fraction(weight, sum(weights)) for was, weight in zip(due, weights, strict=True)]
+        due = [
+            was + Fraction(weight, sum(weights)) for was, weight in zip(due, weights, strict=True)
+        ]
         walk.step()
         if any(child.exhausted for child in walk.present()[0]):
             break

@@ -13,7 +13,9 @@ from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.weighted import WeightedChooser
 
 
-def picks(weights: list[float], seed: int, count: int, out: frozenset[int] = frozenset()) -> list[int]:
+def picks(
+    weights: list[float], seed: int, count: int, out: frozenset[int] = frozenset()
+) -> list[int]:
     config = config_of("weighted", *weights, seed=seed)
     mixer = Mixer(config, initial_nodes(config))
     return [mixer.decide_one(lambda source: source not in out) for _ in range(count)]
@@ -36,7 +38,9 @@ def test_a_draw_follows_a_draw_without_memory() -> None:
     assert all(abs(count - 2500) < 4 * (10_000 * 0.25 * 0.75) ** 0.5 for count in pairs.values())
 
 
-@pytest.mark.parametrize(("drawn", "expected"), [(0, 0), (2**62 - 1, 0), (2**62, 1), (2**63, 2), (2**64 - 1, 2)])
+@pytest.mark.parametrize(
+    ("drawn", "expected"), [(0, 0), (2**62 - 1, 0), (2**62, 1), (2**63, 2), (2**64 - 1, 2)]
+)
 def test_the_bounds_of_a_draw_fall_to_the_right_child(
     monkeypatch: pytest.MonkeyPatch, drawn: int, expected: int
 ) -> None:
@@ -61,7 +65,9 @@ def test_draws_of_different_purpose_node_index_and_retry_are_different() -> None
 def test_many_draws_are_those_drawn_one_by_one() -> None:
     seed, ids, indices = 2**63 + 5, [0, 7, 2**40, 3], [0, 2**53, 1, 9]
     found = draws(seed, Purpose.TIE, np.array(ids, np.uint64), np.array(indices, np.uint64))
-    assert found == [draw(seed, Purpose.TIE, i, index) for i, index in zip(ids, indices, strict=True)]
+    assert found == [
+        draw(seed, Purpose.TIE, i, index) for i, index in zip(ids, indices, strict=True)
+    ]
 
 
 def test_the_hash_is_what_it_was() -> None:
@@ -75,7 +81,9 @@ def test_rotations_are_uniform(world_size: int) -> None:
     found = Counter(slice_rotation(7, 8 * step, world_size) for step in range(4000))
     share = 1 / world_size
     assert set(found) == set(range(world_size))
-    assert all(abs(n - 4000 * share) <= 4 * (4000 * share * (1 - share)) ** 0.5 for n in found.values())
+    assert all(
+        abs(n - 4000 * share) <= 4 * (4000 * share * (1 - share)) ** 0.5 for n in found.values()
+    )
 
 
 def test_behind_an_exhaustion_shares_are_those_of_the_rest() -> None:

@@ -33,7 +33,12 @@ def drawn(seed: int) -> Drawn:
     rng = random.Random(seed)
     sizes = [(0, rng.randint(1, 6))]
     for _ in range(rng.randint(0, 6)):
-        sizes.append((sizes[-1][0] + rng.choice([1, rng.randint(1, 200), rng.randint(1, 2000)]), rng.randint(1, 6)))
+        sizes.append(
+            (
+                sizes[-1][0] + rng.choice([1, rng.randint(1, 200), rng.randint(1, 2000)]),
+                rng.randint(1, 6),
+            )
+        )
     schedule = BatchSchedule(tuple(sizes), rng.choice([1, 1, 2, 5]))
     start_index, sample_tokens = rng.choice([0, 17, 400]), rng.choice([1, 8])
     # What restores and other phases did before makes tokens and samples differ.
@@ -111,7 +116,9 @@ def test_plans_that_are_laid_from_the_middle_go_on_with_the_same_steps(seed: int
             world_size=WORLD_SIZE,
             group_micro_steps=group_micro_steps,
         )
-        assert [rest.index_of(i) for i in range(400)] == [found.batch_plans.index_of(step + i) for i in range(400)]
+        assert [rest.index_of(i) for i in range(400)] == [
+            found.batch_plans.index_of(step + i) for i in range(400)
+        ]
 
 
 def test_a_ledger_of_before_has_a_constant_size() -> None:
@@ -121,7 +128,9 @@ def test_a_ledger_of_before_has_a_constant_size() -> None:
 
 
 def test_boundaries_are_where_the_group_of_the_last_step_begins() -> None:
-    batch_plans = BatchPlans.constant(BatchPlan(start_index=100, world_size=2, batch_size=3, group_micro_steps=4))
+    batch_plans = BatchPlans.constant(
+        BatchPlan(start_index=100, world_size=2, batch_size=3, group_micro_steps=4)
+    )
     assert [batch_plans.boundary(index) for index in (100, 101, 106, 123, 124, 125, 148, 149)] == [
         *(100, 100, 100, 100, 100, 124, 124, 148)
     ]
@@ -131,7 +140,12 @@ def test_thresholds_far_away_cost_nothing() -> None:
     """Where the size changes is worked out, and not gone to."""
     schedule = BatchSchedule(((0, 1), (10**15, 2), (MAX_COUNTER, 3)))
     batch_plans = BatchPlans.lay(
-        schedule, start_index=0, start_tokens=0, sample_tokens=2048, world_size=1, group_micro_steps=lambda size: 64
+        schedule,
+        start_index=0,
+        start_tokens=0,
+        sample_tokens=2048,
+        world_size=1,
+        group_micro_steps=lambda size: 64,
     )
     assert batch_plans.plans[0].end_step == -(-(10**15) // 2048)
     assert batch_plans.at_step(2**60).batch_size == 3
@@ -142,13 +156,23 @@ def test_thresholds_far_away_cost_nothing() -> None:
     [
         (((0, 4),), 0, f"accumulate is 0; expected 1 to {MAX_ACCUMULATE} micro-steps"),
         (((5, 4),), 1, "begins at 5 total tokens; expected 0"),
-        (((0, 4), (9, 0)), 1, r"batch_size\[1\] has a batch size of 0; expected 1 to 1048576 samples per rank"),
-        (((0, 4), (9, 8), (9, 16)), 1, r"batch_size\[2\] begins at 9 total tokens; expected more than 9"),
+        (
+            ((0, 4), (9, 0)),
+            1,
+            r"batch_size\[1\] has a batch size of 0; expected 1 to 1048576 samples per rank",
+        ),
+        (
+            ((0, 4), (9, 8), (9, 16)),
+            1,
+            r"batch_size\[2\] begins at 9 total tokens; expected more than 9",
+        ),
         (((0, 4), (2**53, 8)), 1, r"and at most 2\^53 − 1"),
         (tuple((i, 1) for i in range(MAX_SIZES + 1)), 1, "has 1025 pairs; expected 1 to 1024"),
     ],
 )
-def test_what_is_no_schedule_is_refused(sizes: tuple[tuple[int, int], ...], accumulate: int, message: str) -> None:
+def test_what_is_no_schedule_is_refused(
+    sizes: tuple[tuple[int, int], ...], accumulate: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         BatchSchedule(sizes, accumulate).check()
 

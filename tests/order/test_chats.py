@@ -26,7 +26,16 @@ from tokenloom_server.tokenizer.definition import find_tokenizer
 from tokenloom_server.workers import chats
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[INST]", "[/INST]"]
+SPECIAL = [
+    "<|endoftext|>",
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "[INST]",
+    "[/INST]",
+]
 
 CHATML = """
 {%- if tools %}
@@ -73,10 +82,18 @@ TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL}
 
 def _said(*contents: str | None, **more: Any) -> list[dict[str, Any]]:
     """Turns of user and assistant."""
-    return [{"role": ("user", "assistant")[i % 2], "content": content, **more} for i, content in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": content, **more}
+        for i, content in enumerate(contents)
+    ]
 
 
-TOOLS = [{"type": "function", "function": {"name": "météo", "parameters": {"city": {"type": "string", "n": 1.5}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "météo", "parameters": {"city": {"type": "string", "n": 1.5}}},
+    }
+]
 CALL = {"type": "function", "function": {"name": "météo", "arguments": {"city": "Zürich <b>"}}}
 #: Conversations that every one of the templates takes. Where the assistant's part ends with a character of several
 #: tokens, releases of transformers differ: those masks are written out in tests/tokenizer/test_loss_masks.py.
@@ -119,8 +136,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def _jsonl(folder: Path, rows: Sequence[dict[str, Any]], *, as_text: bool = False) -> str:
     if as_text:
-        rows = [{key: value and json.dumps(value, indent=1) for key, value in row.items()} for row in rows]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        rows = [
+            {key: value and json.dumps(value, indent=1) for key, value in row.items()}
+            for row in rows
+        ]
+    (folder / "chats.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     return "jsonl:chats.jsonl:messages"
 
 
@@ -174,11 +196,18 @@ def _read(order: PipelineFactory) -> list[tuple[list[int], list[int] | None]]:
     for part in order.documents(0).read(None):
         begins = [0, *part.ends.tolist()]
         for begin, end in pairwise(begins):
-            rows.append((part.ids[begin:end].tolist(), None if part.mask is None else part.mask[begin:end].tolist()))
+            rows.append(
+                (
+                    part.ids[begin:end].tolist(),
+                    None if part.mask is None else part.mask[begin:end].tolist(),
+                )
+            )
     return rows
 
 
-def _expected(tokenizer: PreTrainedTokenizerFast, messages: Any, tools: Any = None) -> tuple[list[int], list[int]]:
+def _expected(
+    tokenizer: PreTrainedTokenizerFast, messages: Any, tools: Any = None
+) -> tuple[list[int], list[int]]:
     encoded = tokenizer.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
     )
@@ -200,10 +229,15 @@ def test_ids_and_masks_are_those_of_apply_chat_template(
     order = _order(tmp_path, tokenizer, TEMPLATES[template], spec, chat_tools="tools")
     read, source = _read(order), order.readers.open(0)
 
-    texts = [[text for part in source.read(0, row) for text in part.column.to_pylist()] for row in range(len(rows) + 1)]
+    texts = [
+        [text for part in source.read(0, row) for text in part.column.to_pylist()]
+        for row in range(len(rows) + 1)
+    ]
     assert texts == [texts[0][row:] for row in range(len(rows) + 1)]
     assert read == [_expected(tokenizer, row["messages"], row["tools"]) for row in rows]
-    assert any(any(mask or ()) for _, mask in read) and all(len(ids) == len(mask or ()) for ids, mask in read)
+    assert any(any(mask or ()) for _, mask in read) and all(
+        len(ids) == len(mask or ()) for ids, mask in read
+    )
 
 
 def test_the_mask_travels_with_the_samples_and_other_sources_count_wholly(
@@ -226,7 +260,15 @@ def test_the_mask_travels_with_the_samples_and_other_sources_count_wholly(
 def test_a_row_that_the_template_refuses_is_a_bad_row_named_by_file_and_row(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    chats: list[Any] = [CHATS[0], _said("a") * 2, [], "no list", [7], CHATS[3], [{"role": "user", "content": 1}]]
+    chats: list[Any] = [
+        CHATS[0],
+        _said("a") * 2,
+        [],
+        "no list",
+        [7],
+        CHATS[3],
+        [{"role": "user", "content": 1}],
+    ]
     spec = _jsonl(tmp_path, [{"messages": chat} for chat in chats])
     skipping = _order(tmp_path, tokenizer, MISTRAL, spec, on_bad_row="skip")
 
@@ -236,7 +278,10 @@ def test_a_row_that_the_template_refuses_is_a_bad_row_named_by_file_and_row(
     assert (read[0], read[5]) == (_expected(tokenizer, chats[0]), _expected(tokenizer, chats[5]))
     reasons = {row: reason for part in parts for (_, row), reason in part.reasons.items()}
     assert sorted(reasons) == [1, 2, 3, 4, 6]
-    assert "chats.jsonl: row 1: the chat template: TemplateError: Conversation roles must alternate" in reasons[1]
+    assert (
+        "chats.jsonl: row 1: the chat template: TemplateError: Conversation roles must alternate"
+        in reasons[1]
+    )
     assert "row 6: the chat template: TypeError" in reasons[6]
     for row in (2, 3, 4):
         assert f"chats.jsonl: row {row}: " in reasons[row]
@@ -244,7 +289,9 @@ def test_a_row_that_the_template_refuses_is_a_bad_row_named_by_file_and_row(
     failing = order_of(tmp_path, _mixture(spec))
     reader = failing.documents(0).read(None)
     assert len(next(reader).ends) == 1
-    with pytest.raises(TokenizerError, match=r"chats\.jsonl: row 1: the chat template: TemplateError"):
+    with pytest.raises(
+        TokenizerError, match=r"chats\.jsonl: row 1: the chat template: TemplateError"
+    ):
         next(reader)
 
 
@@ -260,7 +307,9 @@ def test_a_changed_template_or_special_token_is_refused_and_an_unused_one_is_non
 
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(CHATML + " ", encoding="utf-8")
 
-    with pytest.raises(TokenizerError, match=r"its files have the digest .* put the old files back"):
+    with pytest.raises(
+        TokenizerError, match=r"its files have the digest .* put the old files back"
+    ):
         builder.load(parsed(document), tmp_path, None, record)
     builder.load(parsed(plain), tmp_path, None, without)
 
@@ -269,7 +318,10 @@ def test_a_changed_template_or_special_token_is_refused_and_an_unused_one_is_non
     ("template", "reason"),
     [
         ("{{ messages }", "its chat template is no Jinja template"),
-        (CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", ""), "has no {% generation %} block"),
+        (
+            CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", ""),
+            "has no {% generation %} block",
+        ),
         ("", r"has no chat_template.jinja, and no one chat_template"),
     ],
 )
@@ -287,7 +339,9 @@ def test_a_block_around_all_of_a_template_has_every_token_count(
     plain = MISTRAL.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
     spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
 
-    read = _read(_order(tmp_path, tokenizer, "{% generation %}" + plain + "{% endgeneration %}", spec))
+    read = _read(
+        _order(tmp_path, tokenizer, "{% generation %}" + plain + "{% endgeneration %}", spec)
+    )
 
     assert read == [_expected(tokenizer, chat) for chat in CHATS]
     assert all(mask == [1] * len(ids) for ids, mask in read)
@@ -304,11 +358,18 @@ def test_a_template_sees_no_clock_no_chance_and_nothing_of_python(
         marked = read + "{% generation %}" + text + "{% endgeneration %}"
         return ChatRenderer("t", marked, definition.special_tokens).render(json.dumps(CHATS[0]))[0]
 
-    assert rendered("{% if strftime_now is defined %}today{% else %}26 Jul 2024{% endif %}") == "26 Jul 2024"
+    assert (
+        rendered("{% if strftime_now is defined %}today{% else %}26 Jul 2024{% endif %}")
+        == "26 Jul 2024"
+    )
     for text in ("{{ strftime_now('%d') }}", "{{ lipsum() }}", "{{ messages.__class__.mro() }}"):
         with pytest.raises(ValueError, match=r"the chat template: (UndefinedError|SecurityError)"):
             rendered(text)
-    for text in ("{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ 1 / 0 }}"):
+    for text in (
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ 1 / 0 }}",
+    ):
         with pytest.raises(ValueError, match="the chat template: "):
             rendered(text)
 
@@ -325,14 +386,20 @@ def test_a_template_sees_no_clock_no_chance_and_nothing_of_python(
         ({"loss_mask": "mask"}, "loss_mask: says nothing of the tokens that template makes"),
     ],
 )
-def test_what_does_not_go_with_a_chat_template_is_refused_by_field(fields: dict[str, Any], reason: str) -> None:
+def test_what_does_not_go_with_a_chat_template_is_refused_by_field(
+    fields: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         parsed(_mixture("jsonl:chats.jsonl:messages", **fields))
 
 
-def test_a_column_that_holds_no_conversations_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_column_that_holds_no_conversations_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     spec = _parquet(tmp_path, [{"messages": 7, "tools": [1]}])
-    with pytest.raises(SourceError, match=r"column 'messages' is of type int64, expected lists \(or their JSON"):
+    with pytest.raises(
+        SourceError, match=r"column 'messages' is of type int64, expected lists \(or their JSON"
+    ):
         _order(tmp_path, tokenizer, CHATML, spec)
     with pytest.raises(TokenizerError, match="'bytes' has no chat template"):
         order_of(tmp_path, _mixture(spec) | {"tokenizer": "bytes"})
@@ -350,11 +417,17 @@ OWN_KEYS = [
 
 
 def _template(reads: str) -> str:
-    return "{% for m in messages %}{{ m.role }}{% generation %}" + reads + "{% endgeneration %}{% endfor %}"
+    return (
+        "{% for m in messages %}{{ m.role }}{% generation %}"
+        + reads
+        + "{% endgeneration %}{% endfor %}"
+    )
 
 
 @pytest.mark.parametrize("reads", OWN_KEYS)
-def test_a_template_may_read_keys_of_any_name(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, reads: str) -> None:
+def test_a_template_may_read_keys_of_any_name(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, reads: str
+) -> None:
     spec = _jsonl(tmp_path, [{"messages": [{"from": "human", "value": "hi"}]}])
     assert any(_read(_order(tmp_path, tokenizer, _template(reads), spec))[0][1] or ())
 
@@ -377,12 +450,15 @@ def test_a_message_of_which_the_template_reads_nothing_but_its_role_is_a_bad_row
         {"role": "assistant", "tool_calls": [CALL]},
     ]
     spec = _jsonl(tmp_path, [{"messages": good}, {"messages": [good[0], message]}])
-    template = _template("{{ m.content }}{{ m.reasoning_content }}{% if m.tool_calls %}{{ m.tool_calls }}{% endif %}")
+    template = _template(
+        "{{ m.content }}{{ m.reasoning_content }}{% if m.tool_calls %}{{ m.tool_calls }}{% endif %}"
+    )
     reader = _order(tmp_path, tokenizer, template, spec).documents(0).read(None)
 
     assert len(next(reader).ends) == 1
     with pytest.raises(
-        TokenizerError, match=rf"row 1: of message 1 the chat template reads nothing, .* it asks for {found}"
+        TokenizerError,
+        match=rf"row 1: of message 1 the chat template reads nothing, .* it asks for {found}",
     ):
         next(reader)
 
@@ -402,9 +478,15 @@ SKIPPING = {
 def test_a_message_that_the_template_skips_by_its_role_or_place_is_no_bad_row(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, skips: str
 ) -> None:
-    first = {"role": "separator"} if skips == "separator" else {"role": "system", "content": "Be brief."}
+    first = (
+        {"role": "separator"}
+        if skips == "separator"
+        else {"role": "system", "content": "Be brief."}
+    )
     chat = [first, *_said("Why?", "Because.")]
-    spec = _jsonl(tmp_path, [{"messages": chat}, {"messages": [first, {"from": "gpt", "value": "Hi"}]}])
+    spec = _jsonl(
+        tmp_path, [{"messages": chat}, {"messages": [first, {"from": "gpt", "value": "Hi"}]}]
+    )
     template = SKIPPING[skips].replace("MESSAGES", "messages").replace("TAKEN", "true")
     reader = _order(tmp_path, tokenizer, template, spec).documents(0).read(None)
 
@@ -439,7 +521,9 @@ def test_the_share_of_labels_that_count_is_said_and_none_is_a_warning(
     ]
 
     # A sample's first id is no label.
-    assert label_shares(some) == {0: sum(sum(mask[1:]) for mask in expected) / sum(len(mask) - 1 for mask in expected)}
+    assert label_shares(some) == {
+        0: sum(sum(mask[1:]) for mask in expected) / sum(len(mask) - 1 for mask in expected)
+    }
     assert [warns for warns, _ in label_notes(some)] == [False]
     assert label_shares(order_of(tmp_path, document | {"mask_boundaries": True})) == {0: 1 / 3}
     ids.write_text('{"ids": [5, 6, 7], "mask": [1, 0, 0]}\n')
@@ -453,21 +537,35 @@ def test_the_share_of_labels_that_count_is_said_and_none_is_a_warning(
 @pytest.mark.parametrize(
     ("costs", "reason"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it took too long"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "it took too long",
+        ),
         ("{{ (messages | length + 2) ** (9 ** 9) }}", "it took too long"),
         ("{{ 'a' * 9 ** 10 }}", "it took too much memory"),
-        ("{% set s = namespace(a='aa') %}{% for i in range(40) %}{% set s.a = s.a ~ s.a %}{% endfor %}", "much memory"),
+        (
+            "{% set s = namespace(a='aa') %}{% for i in range(40) %}{% set s.a = s.a ~ s.a %}{% endfor %}",
+            "much memory",
+        ),
     ],
 )
 def test_a_row_that_costs_its_template_too_much_stops_the_run_by_name_and_is_never_skipped(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, costs: str, reason: str
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    costs: str,
+    reason: str,
 ) -> None:
     monkeypatch.setattr(chats, "SECONDS", 2.0 if "long" in reason else 60.0)
     costly = "{% for message in messages if message.content == 'costly' %}" + costs + "{% endfor %}"
-    spec = _jsonl(tmp_path, [{"messages": chat} for chat in (CHATS[0], [], _said("costly"), CHATS[1])])
+    spec = _jsonl(
+        tmp_path, [{"messages": chat} for chat in (CHATS[0], [], _said("costly"), CHATS[1])]
+    )
     order = _order(tmp_path, tokenizer, CHATML + costly, spec, on_bad_row="skip")
 
     reader = order.documents(0).read(None)
     assert np.diff(next(reader).ends, prepend=0).astype(bool).tolist() == [True, False]
-    with pytest.raises(TokenizerError, match=rf"chats\.jsonl: row 2: the chat template: .*{reason}"):
+    with pytest.raises(
+        TokenizerError, match=rf"chats\.jsonl: row 2: the chat template: .*{reason}"
+    ):
         next(reader)

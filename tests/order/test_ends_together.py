@@ -59,14 +59,21 @@ def write(path: Path, of: npt.NDArray[np.int64], group: int = 1000) -> None:
 
 
 def order_of(
-    folder: Path, shapes: Sequence[str], rows: Sequence[int], seed: int, policy: str = "balance_remaining", **of: Any
+    folder: Path,
+    shapes: Sequence[str],
+    rows: Sequence[int],
+    seed: int,
+    policy: str = "balance_remaining",
+    **of: Any,
 ) -> PipelineFactory:
     children = []
     for i, (shape, count) in enumerate(zip(shapes, rows, strict=True)):
         write(folder / f"{i}.parquet", lengths(shape, count, seed + i))
         children.append({"source": f"parquet:{i}.parquet:ids", "alias": shape, **of})
     mixture = {"policy": policy, "children": children}
-    return corpora.order_of(folder, corpora.mixture(mixture=mixture, sequence_length=LENGTH, seed=seed))
+    return corpora.order_of(
+        folder, corpora.mixture(mixture=mixture, sequence_length=LENGTH, seed=seed)
+    )
 
 
 def gone_through(order: PipelineFactory, step: int) -> list[State]:
@@ -81,7 +88,11 @@ def apart(states: Sequence[State]) -> int:
     """Samples between the first source's last one and the last source's."""
     end = [source.samples for source in states[-1].sources]
     lasts = [
-        next(after.sample_index for after in states if i < len(after.sources) and after.sources[i].samples == count)
+        next(
+            after.sample_index
+            for after in states
+            if i < len(after.sources) and after.sources[i].samples == count
+        )
         for i, count in enumerate(end)
     ]
     return max(lasts) - min(lasts)
@@ -92,13 +103,20 @@ def last_quarter(states: Sequence[State]) -> npt.NDArray[np.float64]:
     end = states[-1]
     begin = next(state for state in states if state.sample_index >= 3 * end.sample_index // 4)
     given = np.array([[source.samples for source in state.sources] for state in (begin, end)])
-    return (given[1] - given[0]) / (end.sample_index - begin.sample_index) / (given[1] / end.sample_index)
+    return (
+        (given[1] - given[0])
+        / (end.sample_index - begin.sample_index)
+        / (given[1] / end.sample_index)
+    )
 
 
 MIXES = [
     (["flat", "rising"], [30_000, 30_000]),
     (["flat", "falling"], [30_000, 30_000]),
-    (["rising", "falling", "up", "down", "random", "flat"], [9_000, 8_000, 10_000, 9_000, 12_000, 7_000]),
+    (
+        ["rising", "falling", "up", "down", "random", "flat"],
+        [9_000, 8_000, 10_000, 9_000, 12_000, 7_000],
+    ),
     (["heavy", "rising", "random"], [9_000, 30_000, 12_000]),
 ]
 
@@ -115,9 +133,16 @@ def longest(shapes: Sequence[str], rows: Sequence[int], seed: int) -> int:
 
 
 @pytest.mark.parametrize(("shapes", "rows"), MIXES, ids=lambda value: "-".join(map(str, value)))
-@pytest.mark.parametrize(("seed", "read_bytes"), [(1, 1 << 25), (2, 1 << 14)], ids=["whole", "sampled"])
+@pytest.mark.parametrize(
+    ("seed", "read_bytes"), [(1, 1 << 25), (2, 1 << 14)], ids=["whole", "sampled"]
+)
 def test_what_grows_and_what_shrinks_end_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shapes: list[str], rows: list[int], seed: int, read_bytes: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shapes: list[str],
+    rows: list[int],
+    seed: int,
+    read_bytes: int,
 ) -> None:
     # Sampled: of a source's mebibyte 64 places of 256 bytes, some six rows each.
     monkeypatch.setattr(size_estimates, "READ_BYTES", read_bytes)
@@ -131,7 +156,9 @@ def test_what_grows_and_what_shrinks_end_together(
 
 @pytest.mark.parametrize("epochs", [0.6, 2.5])
 def test_epochs_and_parts_of_them_end_together(tmp_path: Path, epochs: float) -> None:
-    states = gone_through(order_of(tmp_path, ["rising", "falling", "up"], [4_000, 5_000, 3_000], 1, epochs=epochs), 4)
+    states = gone_through(
+        order_of(tmp_path, ["rising", "falling", "up"], [4_000, 5_000, 3_000], 1, epochs=epochs), 4
+    )
     assert apart(states) <= TOGETHER
 
 
@@ -157,13 +184,17 @@ def test_shuffled_sources_end_together(tmp_path: Path, shuffle: str) -> None:
         assert end.tokens_before(1_800) == pytest.approx(written, abs=2)
 
 
-def test_much_text_is_measured_all_over_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_text_is_measured_all_over_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(size_estimates, "COUNTED_BYTES", 1 << 14)
     monkeypatch.setattr(size_estimates, "READ_BYTES", 1 << 16)
     monkeypatch.setattr(size_estimates, "ENCODED_BYTES", 1 << 16)
     children = []
     for i, shape in enumerate(("rising", "falling", "flat")):
-        corpora.write_jsonl(tmp_path / f"{i}.jsonl", ["x" * length for length in lengths(shape, 20_000, 1).tolist()])
+        corpora.write_jsonl(
+            tmp_path / f"{i}.jsonl", ["x" * length for length in lengths(shape, 20_000, 1).tolist()]
+        )
         children.append({"source": f"jsonl:{i}.jsonl:text"})
     mixture = {"policy": "balance_remaining", "children": children}
     document = corpora.mixture(mixture=mixture, sequence_length=LENGTH)
@@ -206,17 +237,26 @@ def test_a_run_goes_on_by_the_curves_of_its_record_and_reads_nothing_again(
         assert advanced(again, reread(again, states[begin]), 10**6) == states[-1]
 
 
-def test_what_a_revision_adds_is_measured_once_and_kept_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_revision_adds_is_measured_once_and_kept_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = order_of(tmp_path, ["rising", "falling"], [3_000, 3_000], 1)
     write(tmp_path / "more.parquet", lengths("up", 3_000, 1))
     timeline = Timeline(order)
-    change = MixtureChange(add=[Addition(child={"source": "parquet:more.parquet:ids"})], reason="test")
+    change = MixtureChange(
+        add=[Addition(child={"source": "parquet:more.parquet:ids"})], reason="test"
+    )
     content = revise(timeline, change, 2_000)
     # What the run's record has is not in every state that carries the revision.
     assert set(content["size_estimates"]) == {"2"}
     monkeypatch.setattr(builder, "measure", None)
     revision = StoredRevision(
-        number=1, sample_index=2_000, made_at=0.0, author="", reason="test", content=canonical(content)
+        number=1,
+        sample_index=2_000,
+        made_at=0.0,
+        author="",
+        reason="test",
+        content=canonical(content),
     )
     timeline = timeline.with_revisions([revision])
     assert timeline.at(2_000).record.size_estimates.keys() == {0, 1, 2}
@@ -240,7 +280,9 @@ def reads_of(order: PipelineFactory, monkeypatch: pytest.MonkeyPatch) -> list[in
     return reads
 
 
-def test_a_small_source_is_read_from_its_beginning_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_source_is_read_from_its_beginning_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = order_of(tmp_path, ["rising"], [5_000], 1, policy="least_consumed")
     assert reads_of(order, monkeypatch) == [0]
 
@@ -268,7 +310,10 @@ def test_what_a_later_phase_goes_by_is_measured_once_too(
     order = corpora.order_of(
         tmp_path,
         corpora.mixture(
-            mixture={"policy": "least_consumed", "children": [children[shape] for shape in begins_with]},
+            mixture={
+                "policy": "least_consumed",
+                "children": [children[shape] for shape in begins_with],
+            },
             phases=[{"until_tokens": 16_000}, {"mixture": later}],
             sequence_length=LENGTH,
         ),
@@ -284,7 +329,12 @@ def test_what_a_later_phase_goes_by_is_measured_once_too(
     addition = Addition(child={"source": "parquet:3.parquet:ids"})
     content = revise(Timeline(loaded), MixtureChange(reason="a test", add=[addition]), 32)
     revision = StoredRevision(
-        number=1, sample_index=32, made_at=0.0, author="", reason="a test", content=canonical(content)
+        number=1,
+        sample_index=32,
+        made_at=0.0,
+        author="",
+        reason="a test",
+        content=canonical(content),
     )
     for timeline in (Timeline(loaded), Timeline(loaded, [revision])):
         last = timeline.segments[-1].factory.record

@@ -35,9 +35,15 @@ def order(folder: Path) -> PipelineFactory:
     return order_of(folder)
 
 
-def entry(spec: str, row_offset: int = 0, token_offset: int | None = None, **more: Any) -> dict[str, Any]:
+def entry(
+    spec: str, row_offset: int = 0, token_offset: int | None = None, **more: Any
+) -> dict[str, Any]:
     """One source as older tools write it."""
-    found: dict[str, Any] = {"spec": spec, "shard": more.pop("shard", SHARDS.get(spec, "")), "row_offset": row_offset}
+    found: dict[str, Any] = {
+        "spec": spec,
+        "shard": more.pop("shard", SHARDS.get(spec, "")),
+        "row_offset": row_offset,
+    }
     return found | ({} if token_offset is None else {"token_offset": token_offset}) | more
 
 
@@ -60,12 +66,16 @@ def decoded(order: PipelineFactory, state: State) -> State:
 def picks(order: PipelineFactory, state: State, count: int) -> list[int]:
     """Samples of each source among the next ``count``."""
     after = advanced(order, state, count)
-    return [now.samples - was.samples for now, was in zip(after.sources, state.sources, strict=True)]
+    return [
+        now.samples - was.samples for now, was in zip(after.sources, state.sources, strict=True)
+    ]
 
 
 def first_ids(pipeline: Pipeline, source: int) -> list[int]:
     """The first sample that a source gives."""
-    plan = BatchPlan(start_index=pipeline.state().sample_index, world_size=1, batch_size=1, group_micro_steps=100)
+    plan = BatchPlan(
+        start_index=pipeline.state().sample_index, world_size=1, batch_size=1, group_micro_steps=100
+    )
     group = pipeline.begin_group(plan)
     pipeline.fill(group, 100)
     at = group.source_ids.reshape(-1).tolist().index(source)
@@ -77,25 +87,48 @@ def first_ids(pipeline: Pipeline, source: int) -> list[int]:
 
 def test_cursors_and_counters_are_what_the_payload_says(order: PipelineFactory) -> None:
     point = import_entries(
-        order, entry(CODE, 3, 83), entry(DOCS, 4, 40), entry(PROSE, 12, 16), wiki(order, row_offset=5)
+        order,
+        entry(CODE, 3, 83),
+        entry(DOCS, 4, 40),
+        entry(PROSE, 12, 16),
+        wiki(order, row_offset=5),
     )
     state = state_of(point)
 
     code, docs, prose, last = state.sources
     assert code.cursor == FileCursor(0, 1, 3)
-    assert (code.samples, code.tokens, code.rows) == (10, 80, len(ROWS[CODE][0]) + 3)  # of 83 tokens 10 samples
+    assert (code.samples, code.tokens, code.rows) == (
+        10,
+        80,
+        len(ROWS[CODE][0]) + 3,
+    )  # of 83 tokens 10 samples
     assert (docs.cursor, docs.samples, docs.rows) == (FileCursor(0, 0, 4), 5, 4)
-    assert (prose.cursor, prose.samples, prose.rows) == (FileCursor(0, 0, 12), 2, 12)  # all of the first shard
+    assert (prose.cursor, prose.samples, prose.rows) == (
+        FileCursor(0, 0, 12),
+        2,
+        12,
+    )  # all of the first shard
     assert (last.cursor.row, last.samples, last.tokens) == (5, 0, 0)  # no token_offset
     assert (state.sample_index, state.total_tokens) == (17, 136)
-    assert (point.sample_index, point.total_tokens, point.run_uid, point.generation) == (17, 136, None, 0)
-    assert [(child.samples, child.tokens) for child in state.nodes[0]] == [(10, 80), (5, 40), (2, 16)]
+    assert (point.sample_index, point.total_tokens, point.run_uid, point.generation) == (
+        17,
+        136,
+        None,
+        0,
+    )
+    assert [(child.samples, child.tokens) for child in state.nodes[0]] == [
+        (10, 80),
+        (5, 40),
+        (2, 16),
+    ]
     assert [(child.samples, child.tokens) for child in state.nodes[1]] == [(2, 16), (0, 0)]
     assert decoded(order, state) == state
 
 
 def test_each_spec_is_told_in_one_line(order: PipelineFactory) -> None:
-    point = import_entries(order, entry(CODE, 3, 83), entry(DOCS, 4), entry("hf:old/set:train:text", 9, shard="x"))
+    point = import_entries(
+        order, entry(CODE, 3, 83), entry(DOCS, 4), entry("hf:old/set:train:text", 9, shard="x")
+    )
 
     assert [note.replace(CODE, "CODE") for note in point.notes] == [
         "resume: spec=CODE sample_row=17 shard=data/code-1.parquet offset=3 row_offset=3 tokens=80 (from an older "
@@ -111,16 +144,26 @@ def test_each_spec_is_told_in_one_line(order: PipelineFactory) -> None:
 
 
 def test_a_source_goes_on_with_the_row_behind_its_cursor(order: PipelineFactory) -> None:
-    state = state_of(import_entries(order, entry(CODE, 3, 80), entry(DOCS, 4, 40), entry(PROSE, 12, 40)))
+    state = state_of(
+        import_entries(order, entry(CODE, 3, 80), entry(DOCS, 4, 40), entry(PROSE, 12, 40))
+    )
 
-    rows = [END if token is None else token for row in ROWS[CODE][1][3:] for token in [*row, *([None] if row else [])]]
+    rows = [
+        END if token is None else token
+        for row in ROWS[CODE][1][3:]
+        for token in [*row, *([None] if row else [])]
+    ]
     assert first_ids(order.pipeline(state), 0) == rows[:8]
 
 
 @pytest.mark.parametrize("policy", [None, *policies()])
-def test_every_state_after_an_import_leads_to_the_same_rest(folder: Path, policy: str | None) -> None:
+def test_every_state_after_an_import_leads_to_the_same_rest(
+    folder: Path, policy: str | None
+) -> None:
     order = order_of(folder, flat(SPECS, policy) if policy else None)
-    state = state_of(import_entries(order, entry(CODE, 3, 83), entry(DOCS, 4, 40), entry("old:x:y", shard="z")))
+    state = state_of(
+        import_entries(order, entry(CODE, 3, 83), entry(DOCS, 4, 40), entry("old:x:y", shard="z"))
+    )
     whole = order.pipeline(state)
     whole.advance(10_000)
     assert whole.ended is not None
@@ -134,19 +177,30 @@ def test_every_state_after_an_import_leads_to_the_same_rest(folder: Path, policy
 def test_a_round_is_the_first_for_all_whatever_they_were_given(folder: Path) -> None:
     order = order_of(folder, flat([CODE, DOCS, PROSE], policy="round_robin"))
     state = state_of(import_entries(order, entry(CODE, 3, 80), entry(DOCS, 1, 8)))
-    assert [picks(order, state, count) for count in (1, 2, 3, 6)] == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 2, 2]]
+    assert [picks(order, state, count) for count in (1, 2, 3, 6)] == [
+        [1, 0, 0],
+        [1, 1, 0],
+        [1, 1, 1],
+        [2, 2, 2],
+    ]
 
 
 def test_a_balance_that_is_too_far_off_to_be_counted_is_kept_in_proportion(folder: Path) -> None:
     order = order_of(folder, flat([CODE, DOCS, PROSE]))
     billions = carried(order.config, [2**50 // 8, 0, 0], [True] * 3).nodes[0]
     assert max(abs(child.credit) for child in billions) <= MAX_COUNTER
-    state = state_of(import_entries(order, entry(CODE, 3, 2**49), entry(DOCS, 2, 0), entry(PROSE, 2, 0)))
+    state = state_of(
+        import_entries(order, entry(CODE, 3, 2**49), entry(DOCS, 2, 0), entry(PROSE, 2, 0))
+    )
     assert picks(order, state, 40)[0] == 0
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 300), st.booleans()), min_size=2, max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.integers(0, 300), st.booleans()), min_size=2, max_size=6
+    )
+)
 def test_whatever_was_consumed_shares_become_those_of_the_weights_and_stay_there(
     children: list[tuple[int, int, bool]],
 ) -> None:
@@ -157,7 +211,9 @@ def test_whatever_was_consumed_shares_become_those_of_the_weights_and_stay_there
     before = [samples if known else 0 for _, samples, known in children]
     begin = carried(run, before, [known for *_, known in children])
     weights = [weight for weight, *_ in children]
-    begun = [max(samples, (at or 0) / 8) for samples, at in zip(before, begin.baselines, strict=True)]
+    begun = [
+        max(samples, (at or 0) / 8) for samples, at in zip(before, begin.baselines, strict=True)
+    ]
     # As many samples as it takes until who had the most for its weight is due again.
     level = max(had / weight for had, weight in zip(begun, weights, strict=True))
     count = int(level * sum(weights) - sum(begun)) + 50
@@ -169,19 +225,26 @@ def test_whatever_was_consumed_shares_become_those_of_the_weights_and_stay_there
         mixer.take_planned(some)
     total = sum(begun) + count
     for i, (had, weight) in enumerate(zip(begun, weights, strict=True)):
-        assert abs(had + picked.count(i) - total * weight / sum(weights)) < 1.2  # a sample, and what baselines round
+        assert (
+            abs(had + picked.count(i) - total * weight / sum(weights)) < 1.2
+        )  # a sample, and what baselines round
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**54), 2**54) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 ENTRIES = st.fixed_dictionaries(
     {},
     optional={
         "spec": st.sampled_from([*SPECS, "gone:a:b"]) | JSON,
-        "shard": st.sampled_from(["data/code-1.parquet", "data/docs.jsonl", "0.txt", "a\0b", "/", "", ".."]) | JSON,
+        "shard": st.sampled_from(
+            ["data/code-1.parquet", "data/docs.jsonl", "0.txt", "a\0b", "/", "", ".."]
+        )
+        | JSON,
         "row_offset": st.integers(-1, 14) | JSON,
         "token_offset": st.integers(-1, 2**53) | JSON,
         "epoch": st.integers(-1, 3) | JSON,
@@ -191,11 +254,19 @@ ENTRIES = st.fixed_dictionaries(
 
 
 KNOWN = st.fixed_dictionaries(
-    {"spec": st.just(CODE), "shard": st.just("data/code-1.parquet"), "row_offset": st.integers(0, 13)},
+    {
+        "spec": st.just(CODE),
+        "shard": st.just("data/code-1.parquet"),
+        "row_offset": st.integers(0, 13),
+    },
     optional={"token_offset": st.integers(0, 2**40), "unknown": JSON, "note": JSON},
 )
 GONE = st.fixed_dictionaries(
-    {"spec": st.text(min_size=1, max_size=5), "shard": st.text(min_size=1), "row_offset": st.integers(0, 99)},
+    {
+        "spec": st.text(min_size=1, max_size=5),
+        "shard": st.text(min_size=1),
+        "row_offset": st.integers(0, 99),
+    },
     optional={"unknown": JSON, "note": JSON},
 )
 DATASETS = st.lists(KNOWN | GONE | ENTRIES, max_size=4)
@@ -230,7 +301,9 @@ def test_what_is_left_follows_from_the_rows_where_no_tokens_are_said(
     folder: Path, policy: str, said: dict[str, Any]
 ) -> None:
     order = order_of(folder, flat([CODE, DOCS, WIKI], policy))
-    point = import_entries(order, {"spec": CODE, "row_offset": 25, **said}, wiki(order, row_offset=2))
+    point = import_entries(
+        order, {"spec": CODE, "row_offset": 25, **said}, wiki(order, row_offset=2)
+    )
     state = state_of(point)
     size = order.record.size_estimates[0]
     assert state.sources[0].samples == size.tokens_before(25) // 8 > 50
@@ -243,8 +316,12 @@ def test_what_is_left_follows_from_the_rows_where_no_tokens_are_said(
 
 def test_what_is_not_said_counts_as_nothing_for_balances_whatever_is_left(folder: Path) -> None:
     inner = {"policy": "soft_sequential", "children": [{"source": DOCS}, {"source": WIKI}]}
-    order = order_of(folder, mixture(mixture={"policy": "least_consumed", "children": [{"source": CODE}, inner]}))
-    state = state_of(import_entries(order, entry(CODE, 3), entry(DOCS, 8), wiki(order, row_offset=2)))
+    order = order_of(
+        folder, mixture(mixture={"policy": "least_consumed", "children": [{"source": CODE}, inner]})
+    )
+    state = state_of(
+        import_entries(order, entry(CODE, 3), entry(DOCS, 8), wiki(order, row_offset=2))
+    )
     assert [child.samples > 0 for child in state.nodes[0]] == [False, True]
     assert [child.credit for child in state.nodes[0]] == [0, 0]
     assert picks(order, state, 20)[0] == 10
@@ -262,7 +339,9 @@ def test_of_phases_the_one_that_goes_by_what_is_left_counts_the_rows(folder: Pat
 
 
 def test_the_digest_is_that_of_the_place_and_tells_places_apart(order: PipelineFactory) -> None:
-    same = [import_entries(order, entry(CODE, 3, 83, note=note), entry(DOCS, 4)).digest for note in "ab"]
+    same = [
+        import_entries(order, entry(CODE, 3, 83, note=note), entry(DOCS, 4)).digest for note in "ab"
+    ]
     other = import_entries(order, entry(CODE, 4, 83), entry(DOCS, 4)).digest
     assert same[0] == same[1] != other
     assert state_of(import_entries(order, entry(CODE, 3, 83))).imported is not None
@@ -280,12 +359,18 @@ def test_a_sample_index_alone_skips_so_many_samples(order: PipelineFactory) -> N
 
 
 @pytest.mark.parametrize(("baseline", "tokens"), [("min", 40), ("mean", 60), ("zero", 0)])
-def test_a_new_source_begins_at_the_baseline_and_counts_nothing(folder: Path, baseline: str, tokens: int) -> None:
+def test_a_new_source_begins_at_the_baseline_and_counts_nothing(
+    folder: Path, baseline: str, tokens: int
+) -> None:
     order = order_of(folder, flat([CODE, DOCS, PROSE], new_source_baseline=baseline))
     point = import_entries(order, entry(CODE, 3, 80), entry(DOCS, 2, 40))
     state = state_of(point)
 
-    assert (state.sources[2].samples, state.sources[2].rows, state.sources[2].cursor) == (0, 0, None)
+    assert (state.sources[2].samples, state.sources[2].rows, state.sources[2].cursor) == (
+        0,
+        0,
+        None,
+    )
     assert (state.nodes[0][2].samples, state.nodes[0][2].tokens) == (0, 0)
     assert sum(child.credit for child in state.nodes[0]) == 0
     which = {"min": "the minimum", "mean": "the mean", "zero": "zero"}[baseline]
@@ -325,7 +410,10 @@ def test_a_shard_is_found_by_an_absolute_path_and_relative_to_another_folder(
 ) -> None:
     for shard in ("data/code-1.parquet", str(folder / "data/code-1.parquet"), "/old/machine/data/code-1.parquet",
                   "code-1.parquet", "./data/../data/code-1.parquet"):  # fmt: skip
-        assert state_of(import_entries(order, entry(CODE, 3, shard=shard))).sources[0].cursor.shard == 1
+        assert (
+            state_of(import_entries(order, entry(CODE, 3, shard=shard))).sources[0].cursor.shard
+            == 1
+        )
 
 
 @pytest.mark.parametrize("wrapped", [{}, {"dataset": {}, "epoch": 2}])
@@ -346,7 +434,12 @@ def test_a_shard_that_may_be_several_is_refused(tmp_path: Path) -> None:
     order = order_of(tmp_path, flat(["txt:data/*/0.txt:text"]))
     with pytest.raises(SnapshotInvalid, match=r"may be each of 'data/a/0\.txt', 'data/b/0\.txt'"):
         import_entries(order, entry("txt:data/*/0.txt:text", shard="0.txt"))
-    assert state_of(import_entries(order, entry("txt:data/*/0.txt:text", shard="b/0.txt"))).sources[0].cursor.shard == 1
+    assert (
+        state_of(import_entries(order, entry("txt:data/*/0.txt:text", shard="b/0.txt")))
+        .sources[0]
+        .cursor.shard
+        == 1
+    )
 
 
 # --- What is refused ---------------------------------------------------------------------------------------------
@@ -355,8 +448,14 @@ def test_a_shard_that_may_be_several_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"row_offset": -1}, r"datasets\.0 \(spec 'parquet:.*'\): row_offset: found -1; .*greater than or equal to 0"),
-        ({"row_offset": 13}, r"datasets\.0 \(spec 'parquet:.*'\): row_offset is 13, but data/code-1.parquet has 12"),
+        (
+            {"row_offset": -1},
+            r"datasets\.0 \(spec 'parquet:.*'\): row_offset: found -1; .*greater than or equal to 0",
+        ),
+        (
+            {"row_offset": 13},
+            r"datasets\.0 \(spec 'parquet:.*'\): row_offset is 13, but data/code-1.parquet has 12",
+        ),
         ({"row_offset": "3"}, r"datasets\.0 .*row_offset: found '3'; .*valid integer"),
         ({"row_offset": True}, r"datasets\.0 .*row_offset: found True; .*valid integer"),
         ({"row_offset": 1.5}, r"datasets\.0 .*row_offset: found 1\.5; .*valid integer"),
@@ -366,9 +465,15 @@ def test_a_shard_that_may_be_several_is_refused(tmp_path: Path) -> None:
             {"shard": "data/code-7.parquet"},
             r"datasets\.0 .*shard 'data/code-7.parquet' is none of the source's files; ",
         ),
-        ({"shard": "/elsewhere/code-7.parquet"}, r"expected one of 'data/code-0.parquet', 'data/code-1.parquet'"),
+        (
+            {"shard": "/elsewhere/code-7.parquet"},
+            r"expected one of 'data/code-0.parquet', 'data/code-1.parquet'",
+        ),
         ({"shard": 1}, r"datasets\.0 .*shard: found 1; .*valid string"),
-        ({"epoch": 1}, r"datasets\.0 .*epoch is 1, but the mixture file reads the source for 1 epochs"),
+        (
+            {"epoch": 1},
+            r"datasets\.0 .*epoch is 1, but the mixture file reads the source for 1 epochs",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_spec_and_field(
@@ -385,8 +490,14 @@ def test_what_cannot_be_used_is_refused_by_spec_and_field(
         ({"resume_state": {"datasets": []}}, r"resume_state\.datasets: found \[\]"),
         ({"resume_state": {"datasets": {}}}, r"resume_state\.datasets: found {}; .*valid list"),
         ({"resume_state": {"datasets": [7]}}, r"resume_state\.datasets\.0: found 7"),
-        ({"resume_state": {"datasets": [{"spec": CODE, "shard": "x"}]}}, r"row_offset: found nothing; Field required"),
-        ({"resume_state": {}}, "sample_index: found nothing; expected that, or resume_state.datasets"),
+        (
+            {"resume_state": {"datasets": [{"spec": CODE, "shard": "x"}]}},
+            r"row_offset: found nothing; Field required",
+        ),
+        (
+            {"resume_state": {}},
+            "sample_index: found nothing; expected that, or resume_state.datasets",
+        ),
         ({"sample_index": -1}, "sample_index: found -1"),
         ({"sample_index": "12"}, "sample_index: found '12'"),
         ({"sample_index": True}, "sample_index: found True"),
@@ -403,7 +514,10 @@ def test_a_spec_that_stands_there_twice_is_refused(order: PipelineFactory) -> No
 
 
 def test_a_payload_of_which_nothing_is_known_is_refused(order: PipelineFactory) -> None:
-    with pytest.raises(SnapshotInvalid, match="none of its specs is in this mixture; found 'a:b:c', expected some of"):
+    with pytest.raises(
+        SnapshotInvalid,
+        match="none of its specs is in this mixture; found 'a:b:c', expected some of",
+    ):
         import_entries(order, entry("a:b:c", shard="x"))
 
 
@@ -417,7 +531,10 @@ def test_more_tokens_than_can_be_counted_are_refused(order: PipelineFactory) -> 
     ("more", "said"),
     [
         ({"note": "x" * 2**17}, "is 131[0-9]+ bytes; expected at most 131072"),
-        ({"note": "\ud800"}, r"'gone:a:b', which this mixture lacks, is no JSON .*UnicodeEncodeError"),
+        (
+            {"note": "\ud800"},
+            r"'gone:a:b', which this mixture lacks, is no JSON .*UnicodeEncodeError",
+        ),
     ],
 )
 def test_what_every_later_state_would_carry_is_bounded_and_can_be_written(
@@ -427,7 +544,9 @@ def test_what_every_later_state_would_carry_is_bounded_and_can_be_written(
         import_entries(order, entry(CODE, 3, 80), entry("gone:a:b", shard="x", **more))
 
 
-def test_under_phases_an_import_is_placed_by_its_tokens_as_long_as_samples_have_one_length(folder: Path) -> None:
+def test_under_phases_an_import_is_placed_by_its_tokens_as_long_as_samples_have_one_length(
+    folder: Path,
+) -> None:
     phases = [{"until_tokens": 400}, {"sequence_length": 16}]
     order = order_of(folder, mixture(phases=phases, last_micro_step="pad"))
     state = state_of(import_entries(order, entry(CODE, 3, 200), entry(DOCS, 4, 40)))

@@ -71,23 +71,31 @@ def test_within_a_named_epoch_a_row_offset_does_not_wrap(order: PipelineFactory)
     source = first_source(order, entry(CODE, 14 + 5, epoch=1))
     assert (source.cursor, source.rows) == (FileCursor(1, 1, 5), 26 + 14 + 5)
     assert first_source(order, entry(CODE, 26, epoch=1)).cursor == FileCursor(1, 1, 12)
-    with pytest.raises(SnapshotInvalid, match=r"row_offset is 27, but it names no shard; .* after the end of it"):
+    with pytest.raises(
+        SnapshotInvalid, match=r"row_offset is 27, but it names no shard; .* after the end of it"
+    ):
         import_entries(order, entry(CODE, 27, epoch=1))
 
 
 def test_more_epochs_than_the_mixture_reads_are_refused(order: PipelineFactory) -> None:
-    with pytest.raises(SnapshotInvalid, match="epoch is 2, but the mixture file reads the source for 2 epochs"):
+    with pytest.raises(
+        SnapshotInvalid, match="epoch is 2, but the mixture file reads the source for 2 epochs"
+    ):
         import_entries(order, entry(CODE, 2 * 26 + 1))
 
 
 def test_a_shuffled_source_is_refused(folder: Path) -> None:
     document = flat([CODE, DOCS])
     document["mixture"]["children"][0]["shuffle"] = "rows"
-    with pytest.raises(SnapshotInvalid, match=r"row_offset are a place in file order, but .* shuffle: rows"):
+    with pytest.raises(
+        SnapshotInvalid, match=r"row_offset are a place in file order, but .* shuffle: rows"
+    ):
         import_entries(order_of(folder, document), entry(CODE, 3))
 
 
-def test_the_rest_after_a_row_of_the_spec_is_that_after_the_same_row_of_its_shard(order: PipelineFactory) -> None:
+def test_the_rest_after_a_row_of_the_spec_is_that_after_the_same_row_of_its_shard(
+    order: PipelineFactory,
+) -> None:
     places = entry(CODE, 14 + 3), entry(CODE, 3, 1, row_offset_of="shard")
     starts = [state_of(import_entries(order, place, entry(DOCS, 4))) for place in places]
     assert advanced(order, starts[0], 40) == advanced(order, starts[1], 40)
@@ -108,7 +116,12 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> PipelineFactory:
 
 
 def of_train(row_offset: int, shard: int, **more: Any) -> dict[str, Any]:
-    return {"spec": TRAIN, "shard": f"train-{shard:05}-of-01024.parquet", "row_offset": row_offset, **more}
+    return {
+        "spec": TRAIN,
+        "shard": f"train-{shard:05}-of-01024.parquet",
+        "row_offset": row_offset,
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
@@ -141,24 +154,37 @@ def test_where_both_fit_and_differ_it_must_be_said_which(train: PipelineFactory)
     with pytest.raises(SnapshotInvalid, match=said):
         import_entries(train, of_train(1475, 1))
     for row, which in ((1475, "shard"), (0, "spec")):
-        assert first_source(train, of_train(1475, 1, row_offset_of=which)).cursor == FileCursor(0, 1, row)
-        assert first_source(train, of_train(1475, 1), row_offset_of=which).cursor == FileCursor(0, 1, row)
+        assert first_source(train, of_train(1475, 1, row_offset_of=which)).cursor == FileCursor(
+            0, 1, row
+        )
+        assert first_source(train, of_train(1475, 1), row_offset_of=which).cursor == FileCursor(
+            0, 1, row
+        )
     # What an entry says itself comes first.
     alone = first_source(train, of_train(1475, 1, row_offset_of="spec"), row_offset_of="shard")
     assert alone.cursor == FileCursor(0, 1, 0)
 
 
 @pytest.mark.parametrize("more", [{}, {"row_offset_of": "spec"}, {"row_offset_of": "shard"}])
-def test_where_neither_fits_it_is_refused_with_both(train: PipelineFactory, more: dict[str, str]) -> None:
-    with pytest.raises(SnapshotInvalid, match=r"row_offset is 128400, but train-00003-of-01024\.parquet has 1475 rows"):
+def test_where_neither_fits_it_is_refused_with_both(
+    train: PipelineFactory, more: dict[str, str]
+) -> None:
+    with pytest.raises(
+        SnapshotInvalid,
+        match=r"row_offset is 128400, but train-00003-of-01024\.parquet has 1475 rows",
+    ):
         import_entries(train, of_train(128400, 3, **more))
     if more != {"row_offset_of": "shard"}:
-        with pytest.raises(SnapshotInvalid, match=r"whole spec that is row 75 of train-00087-of-01024\.parquet"):
+        with pytest.raises(
+            SnapshotInvalid, match=r"whole spec that is row 75 of train-00087-of-01024\.parquet"
+        ):
             import_entries(train, of_train(128400, 3, **more))
 
 
 def test_what_was_said_otherwise_is_refused(train: PipelineFactory) -> None:
-    with pytest.raises(SnapshotInvalid, match="row_offset_of: found 'rows'; Input should be 'spec' or 'shard'"):
+    with pytest.raises(
+        SnapshotInvalid, match="row_offset_of: found 'rows'; Input should be 'spec' or 'shard'"
+    ):
         import_entries(train, of_train(75, 3, row_offset_of="rows"))
     with pytest.raises(SnapshotInvalid, match="row_offset is 75, but it names no shard"):
         import_entries(train, {"spec": TRAIN, "row_offset": 75, "row_offset_of": "shard"})
@@ -178,7 +204,10 @@ def test_our_own_payloads_count_within_the_shard(train: PipelineFactory) -> None
     ours = json.loads(timeline.encode(state))["datasets"][0]
     assert (ours["shard_index"], ours["row_offset"]) == (2, 3)
     whole = {**ours, "shard": "train-00001-of-01024.parquet", "shard_index": 1, "row_offset": 1475}
-    copied = {name: whole[name] for name in ("spec", "shard", "shard_index", "row_offset", "samples", "rows")}
+    copied = {
+        name: whole[name]
+        for name in ("spec", "shard", "shard_index", "row_offset", "samples", "rows")
+    }
     for own in (whole, copied):
         assert first_source(train, own).cursor == FileCursor(0, 1, 1475)
 
@@ -198,12 +227,17 @@ def test_our_own_source_that_has_not_begun_begins(order: PipelineFactory) -> Non
 def test_what_was_not_in_file_order_when_it_was_saved_is_refused(train: PipelineFactory) -> None:
     for drawn in ({"shuffle": "shards"}, {"shuffle": True}, {"lanes": [{"row_offset": 3}]}):
         with pytest.raises(
-            SnapshotInvalid, match=r"datasets\.0 .*: it was shuffled or read in lanes, so row_offset is no"
+            SnapshotInvalid,
+            match=r"datasets\.0 .*: it was shuffled or read in lanes, so row_offset is no",
         ):
             import_entries(train, of_train(75, 3, **drawn))
     for drawn in ({"window": 0, "window_row": 75}, {"epoch_rows": 75}):
-        with pytest.raises(SnapshotInvalid, match=r"datasets\.0 .*: it was shuffled or read in lanes"):
-            import_entries(train, {"spec": TRAIN, "samples": 9, "rows": 75, "token_offset": 72, **drawn})
+        with pytest.raises(
+            SnapshotInvalid, match=r"datasets\.0 .*: it was shuffled or read in lanes"
+        ):
+            import_entries(
+                train, {"spec": TRAIN, "samples": 9, "rows": 75, "token_offset": 72, **drawn}
+            )
     for plain in ({"shuffle": "none"}, {"shuffle": False}, {"lanes": []}):
         assert first_source(train, of_train(75, 3, **plain)).cursor == FileCursor(0, 3, 75)
 

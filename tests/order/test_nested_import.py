@@ -22,7 +22,10 @@ def tree(policy: str = "least_consumed", **source: Any) -> dict[str, Any]:
     code, docs, prose, wiki = ({"source": spec, **source} for spec in SPECS)
     inner = {"policy": policy, "alias": "inner", "children": [prose, wiki]}
     return mixture(
-        mixture={"policy": policy, "children": [code, {"policy": policy, "alias": "rest", "children": [docs, inner]}]}
+        mixture={
+            "policy": policy,
+            "children": [code, {"policy": policy, "alias": "rest", "children": [docs, inner]}],
+        }
     )
 
 
@@ -36,7 +39,8 @@ def loader() -> OldInterleaved:
 
 
 @pytest.mark.parametrize(
-    ("shape", "by_child"), [("counts", True), ("counts", False), ("output alone", False), ("nothing", True)]
+    ("shape", "by_child"),
+    [("counts", True), ("counts", False), ("output alone", False), ("nothing", True)],
 )
 def test_a_nested_state_is_the_rows_that_were_read_of_each_spec(
     order: PipelineFactory, shape: Shape, by_child: bool
@@ -59,14 +63,21 @@ def test_rows_beyond_an_epoch_wrap(folder: Path) -> None:
     assert (state.sources[0].epoch, state.sources[0].rows) == (1, LENGTHS[0] + 3)
     # An epoch of its own counts beside the rows.
     document["child_states"][0] |= {"input_count": 3, "epoch": 1}
-    assert state_of(import_into(order_of(folder, tree(epochs=2)), document)).sources[0].rows == LENGTHS[0] + 3
+    assert (
+        state_of(import_into(order_of(folder, tree(epochs=2)), document)).sources[0].rows
+        == LENGTHS[0] + 3
+    )
 
 
 def test_examples_of_a_known_length_are_tokens_and_the_clock(order: PipelineFactory) -> None:
     point = import_into(order, loader().state() | {"context_length": 8})
     state = state_of(point)
-    assert [source.tokens for source in state.sources] == [8 * leaf.examples for leaf in loader().leaves()]
-    assert [child.samples for child in state.nodes[0]] == [child.examples for child in loader().children]
+    assert [source.tokens for source in state.sources] == [
+        8 * leaf.examples for leaf in loader().leaves()
+    ]
+    assert [child.samples for child in state.nodes[0]] == [
+        child.examples for child in loader().children
+    ]
     assert (point.sample_index, point.total_tokens) == (18, 18 * 8)
     # Without it the clock is what the payload says, or begins here.
     assert import_into(order, loader().state() | {"total_tokens": 4096}).total_tokens == 4096
@@ -80,7 +91,9 @@ def test_a_policy_of_what_is_left_goes_on_from_the_rows(folder: Path) -> None:
     old = OldInterleaved([OldDataset(LENGTHS[0], rows=LENGTHS[0] - 1), loader().children[1]])
     state = state_of(import_into(order, old.state(by_child=False)))
     after = advanced(order, state, 20)
-    given = [now.samples - was.samples for now, was in zip(after.sources, state.sources, strict=True)]
+    given = [
+        now.samples - was.samples for now, was in zip(after.sources, state.sources, strict=True)
+    ]
     assert given[0] <= 6 < sum(given[1:])
 
 
@@ -108,9 +121,18 @@ def changed(*path: Any, **fields: Any) -> dict[str, Any]:
             changed(1, 0, shuffle_seed=0),
             r"child_states\.1\.child_states\.0 .* not the first ones .* shuffle_seed is set",
         ),
-        (changed(1, 0, split_start_idx=10), "split_start_idx is set; write that into the checkpoint's copy, or 0 to"),
-        (changed(1, child_states=[]), r"child_states\.1: found 0 datasets within, but the mixture file has 2 children"),
-        (changed(0, input_count=10**6), "epoch is 38461, but the mixture file reads the source for 1 epochs"),
+        (
+            changed(1, 0, split_start_idx=10),
+            "split_start_idx is set; write that into the checkpoint's copy, or 0 to",
+        ),
+        (
+            changed(1, child_states=[]),
+            r"child_states\.1: found 0 datasets within, but the mixture file has 2 children",
+        ),
+        (
+            changed(0, input_count=10**6),
+            "epoch is 38461, but the mixture file reads the source for 1 epochs",
+        ),
     ],
 )
 def test_what_does_not_say_where_to_go_on_is_refused(

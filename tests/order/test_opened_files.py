@@ -20,7 +20,9 @@ _seen: list[str] | None = None
 
 def _note(event: str, arguments: tuple[object, ...]) -> None:
     # Python's own open is followed by one of the operating system's, which has no mode.
-    if _seen is not None and (event == "os.scandir" or (event == "open" and arguments[1] is not None)):
+    if _seen is not None and (
+        event == "os.scandir" or (event == "open" and arguments[1] is not None)
+    ):
         _seen.append(str(arguments[0]))
 
 
@@ -47,7 +49,11 @@ def test_a_file_is_opened_once_for_each_thing_that_is_to_be_known_of_it(
     for i in range(FILES):
         path = data / str(i % 2) / f"{i:02}.{form}"
         write_parquet(path, [[i] * 9] * 4) if is_parquet else write_jsonl(path, [f"row {i}"] * 4)
-    child = {"source": f"{form}:data/*/*.{form}:{'ids' if is_parquet else 'text'}", "shuffle": shuffle, "epochs": 2}
+    child = {
+        "source": f"{form}:data/*/*.{form}:{'ids' if is_parquet else 'text'}",
+        "shuffle": shuffle,
+        "epochs": 2,
+    }
     child |= {"shuffle_window_rows": 4} if shuffle == "rows" else {}
     config = parsed(mixture(mixture={"policy": "sequential", "children": [child]}))
     places = tmp_path, tmp_path / "index"

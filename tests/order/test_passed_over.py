@@ -28,14 +28,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def given(timeline: Timeline, state: State | None = None, size: int = 1, group: int = 5) -> tuple[list[Sample], State]:
+def given(
+    timeline: Timeline, state: State | None = None, size: int = 1, group: int = 5
+) -> tuple[list[Sample], State]:
     """All samples from a state on, made in groups; and the state at the end. All states on the way are looked at."""
     start = state or timeline.initial()
     pipeline = timeline.pipeline(start)
     samples: list[Sample] = []
     digest = pipeline.state().digest
     while pipeline.ended is None:
-        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=size, group_micro_steps=group)
+        plan = BatchPlan(
+            start_index=pipeline.sample_index,
+            world_size=1,
+            batch_size=size,
+            group_micro_steps=group,
+        )
         made = pipeline.begin_group(plan)
         for step in range(group):
             pipeline.fill(made, 1)
@@ -65,16 +72,27 @@ _DRAWN = [
 LANES = mixture(mixture={"policy": "weighted", "children": _DRAWN})
 CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
     "nested": (mixture(), 1),
-    "in turn, shifted": (flat([CODE, DOCS, WIKI], "round_robin", labels="shifted", sequence_length=6), 1),
+    "in turn, shifted": (
+        flat([CODE, DOCS, WIKI], "round_robin", labels="shifted", sequence_length=6),
+        1,
+    ),
     "lanes, shuffled": (LANES, 1),
-    "best fit, lanes": (LANES | {"packing": "best_fit", "sequence_length": 24, "pack_window_tokens": 90}, 1),
-    "none, boundaries masked": (mixture(packing="none", sequence_length=16, mask_boundaries=True, pad_id=3), 1),
+    "best fit, lanes": (
+        LANES | {"packing": "best_fit", "sequence_length": 24, "pack_window_tokens": 90},
+        1,
+    ),
+    "none, boundaries masked": (
+        mixture(packing="none", sequence_length=16, mask_boundaries=True, pad_id=3),
+        1,
+    ),
     "batches of rows": (features.document(), 4),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_samples_after_a_skip_are_those_of_the_order_so_many_later(folder: Path, name: str) -> None:
+def test_the_samples_after_a_skip_are_those_of_the_order_so_many_later(
+    folder: Path, name: str
+) -> None:
     document, size = CONFIGS[name]
     order = features.order_of(folder, document) if size > 1 else order_of(folder, document)
     plain = Timeline(order)
@@ -85,22 +103,37 @@ def test_the_samples_after_a_skip_are_those_of_the_order_so_many_later(folder: P
         assert samples == whole[:begin] + whole[begin + skipped :]
         assert sum(source.skipped_samples for source in end.sources) == skipped
         for index in (begin, begin + 5 * size):
-            for state in [state_at(timeline, index), *([state_at(plain, index)] if index <= begin else [])]:
-                assert given(timeline, timeline.decode(timeline.encode(state)), size, 3) == (samples[index:], end)
+            for state in [
+                state_at(timeline, index),
+                *([state_at(plain, index)] if index <= begin else []),
+            ]:
+                assert given(timeline, timeline.decode(timeline.encode(state)), size, 3) == (
+                    samples[index:],
+                    end,
+                )
 
 
 def test_clock_indices_and_digest_stand_still_while_samples_are_passed_over(folder: Path) -> None:
     plain = Timeline(order_of(folder))
     before, after = state_at(plain, 20), state_at(plain, 27)
     state = state_at(skipping(plain, 20, 7), 20)
-    assert (state.sample_index, state.total_tokens, state.digest) == (20, before.total_tokens, before.digest)
-    assert [source.cursor for source in state.sources] == [source.cursor for source in after.sources]
+    assert (state.sample_index, state.total_tokens, state.digest) == (
+        20,
+        before.total_tokens,
+        before.digest,
+    )
+    assert [source.cursor for source in state.sources] == [
+        source.cursor for source in after.sources
+    ]
     assert state.nodes == after.nodes
     for was, now, passed in zip(before.sources, after.sources, state.sources, strict=True):
         counted = (passed.skipped_samples, passed.skipped_rows, passed.skipped_tokens)
         assert counted == (now.samples - was.samples, now.rows - was.rows, now.tokens - was.tokens)
     document = json.loads(plain.encode(before)) | {"skips": [[20, 3, 24]]}
-    with pytest.raises(SnapshotInvalid, match="its children have 20 samples, but sample_index is 20, and 3 were pass"):
+    with pytest.raises(
+        SnapshotInvalid,
+        match="its children have 20 samples, but sample_index is 20, and 3 were pass",
+    ):
         plain.decode(json.dumps(document))
 
 
@@ -115,8 +148,13 @@ def test_a_long_skip_says_how_far_it_is(
     ]
 
 
-def test_a_skip_goes_by_the_config_at_its_sample_across_phases_revisions_and_ends(folder: Path) -> None:
-    phases = [{"until_tokens": 200}, {"mixture": {"policy": "sequential", "children": [{"source": WIKI}]}}]
+def test_a_skip_goes_by_the_config_at_its_sample_across_phases_revisions_and_ends(
+    folder: Path,
+) -> None:
+    phases = [
+        {"until_tokens": 200},
+        {"mixture": {"policy": "sequential", "children": [{"source": WIKI}]}},
+    ]
     phased, plain = Timeline(order_of(folder, mixture(phases=phases))), Timeline(order_of(folder))
     whole, _ = given(plain)
     samples, _ = given(skipping(phased, 21, 30))
@@ -129,15 +167,27 @@ def test_a_skip_goes_by_the_config_at_its_sample_across_phases_revisions_and_end
     out = skipping(plain, 5, 145)
     assert given(out)[0] == whole[:5] + whole[150:]
     plan = Planner().plan(out, plain.initial(), None)
-    assert (plan.until_sample_index, plan.segments[-1].until_tokens) == (len(whole) - 145, 8 * (len(whole) - 145))
-    assert [source.tokens for source in plan.sources] == [source.tokens for source in given(plain)[1].sources]
-    budget = Timeline(order_of(folder, mixture(phases=[{"until_tokens": 80}, {"until_tokens": 800}])))
+    assert (plan.until_sample_index, plan.segments[-1].until_tokens) == (
+        len(whole) - 145,
+        8 * (len(whole) - 145),
+    )
+    assert [source.tokens for source in plan.sources] == [
+        source.tokens for source in given(plain)[1].sources
+    ]
+    budget = Timeline(
+        order_of(folder, mixture(phases=[{"until_tokens": 80}, {"until_tokens": 800}]))
+    )
     assert len(given(budget)[0]) == len(given(skipping(budget, 20, 30))[0]) == 100
-    with pytest.raises(BeyondHorizon, match=r"4000 samples cannot be passed over at sample 12: the order has \d+ more"):
+    with pytest.raises(
+        BeyondHorizon,
+        match=r"4000 samples cannot be passed over at sample 12: the order has \d+ more",
+    ):
         state_at(skipping(plain, 12, 4000), 12)
 
 
-def test_two_skips_at_one_sample_add_up_and_one_before_another_leaves_its_range_where_it_lies(folder: Path) -> None:
+def test_two_skips_at_one_sample_add_up_and_one_before_another_leaves_its_range_where_it_lies(
+    folder: Path,
+) -> None:
     plain = Timeline(order_of(folder))
     whole, _ = given(plain)
     once = skipping(plain, 60, 10)
@@ -149,7 +199,9 @@ def test_two_skips_at_one_sample_add_up_and_one_before_another_leaves_its_range_
     assert given(skipping(once, 57, 5))[0] == whole[:57] + whole[72:]
     assert skipping(twice, 70, 0, state_at(once, 70)).skips == {60: 10}
     for state, other in ((state_at(plain, 61), once), (state_at(once, 60), plain)):
-        with pytest.raises(SnapshotInvalid, match=r"restore to sample 60 or before, or .*restore --undo-skip"):
+        with pytest.raises(
+            SnapshotInvalid, match=r"restore to sample 60 or before, or .*restore --undo-skip"
+        ):
             other.pipeline(state)
 
 
@@ -158,4 +210,6 @@ def test_a_batch_is_passed_over_as_a_whole(folder: Path) -> None:
     with pytest.raises(ConfigError, match="sample 3 lies within a global batch of 4"):
         state_at(skipping(plain, 0, 3), 0)
         plain.pipeline(plain.initial())
-    assert digest_hex(state_at(skipping(plain, 4, 8), 4).digest) == digest_hex(state_at(plain, 4).digest)
+    assert digest_hex(state_at(skipping(plain, 4, 8), 4).digest) == digest_hex(
+        state_at(plain, 4).digest
+    )

@@ -112,9 +112,13 @@ def steps(order: PipelineFactory, state: State, **plan: int) -> Iterator[Step]:
                     done += counts[place]
                     source = int(group.source_ids[rank, step, place])
                     assert places[at + place] is None
-                    places[at + place] = Sample(source, group.ids(rank, step, step + 1)[place].tobytes(), mine)
+                    places[at + place] = Sample(
+                        source, group.ids(rank, step, step + 1)[place].tobytes(), mine
+                    )
             assert None not in places
-            yield Step(tuple(sample for sample in places if sample is not None), group.state_after(step))
+            yield Step(
+                tuple(sample for sample in places if sample is not None), group.state_after(step)
+            )
 
 
 def whole(order: PipelineFactory) -> list[Step]:
@@ -125,7 +129,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nested": mixture(),
     "nested, shifted": mixture(labels="shifted", sequence_length=6),
     "stops": mixture(mixture=mixture()["mixture"] | {"on_exhausted": "stop"}),
-    "weighted, begins marked": mixture(mixture=mixture()["mixture"] | {"policy": "weighted"}, add_bos=True),
+    "weighted, begins marked": mixture(
+        mixture=mixture()["mixture"] | {"policy": "weighted"}, add_bos=True
+    ),
     "long samples, a part of an epoch": flat([DOCS, WIKI], sequence_length=20, seed=3)
     | {
         "mixture": {
@@ -145,7 +151,13 @@ def _shuffled(**fields: Any) -> dict[str, Any]:
                 {"source": CODE, "shuffle": "rows", "shuffle_window_rows": 5},
                 {"source": DOCS, "epochs": 2.4, "lanes": 2},
                 {"source": PROSE, "shuffle": "shards", "epochs": 2},
-                {"source": WIKI, "shuffle": "rows", "shuffle_window_rows": 4, "epochs": 1.5, "weight": 2},
+                {
+                    "source": WIKI,
+                    "shuffle": "rows",
+                    "shuffle_window_rows": 4,
+                    "epochs": 1.5,
+                    "weight": 2,
+                },
             ],
         },
         **fields,
@@ -155,20 +167,29 @@ def _shuffled(**fields: Any) -> dict[str, Any]:
 PACKED: dict[str, dict[str, Any]] = {
     "best fit": mixture(packing="best_fit", sequence_length=16, pack_window_rows=7),
     "best fit, shuffled, shifted, padded on the left": _shuffled(
-        packing="best_fit", sequence_length=24, pack_window_tokens=90, labels="shifted", padding="left", pad_id=257
+        packing="best_fit",
+        sequence_length=24,
+        pack_window_tokens=90,
+        labels="shifted",
+        padding="left",
+        pad_id=257,
     ),
     "none": mixture(packing="none", sequence_length=16, pad_id=3),
     "none, shuffled, shifted, split, padded on the left": _shuffled(
         packing="none", sequence_length=20, long_rows="split", labels="shifted", padding="left"
     ),
     "joined, tails padded": _shuffled(tail="pad", sequence_length=16, pad_id=257),
-    "joined, tails padded, shifted": mixture(tail="pad", sequence_length=12, labels="shifted", mask_boundaries=True),
+    "joined, tails padded, shifted": mixture(
+        tail="pad", sequence_length=12, labels="shifted", mask_boundaries=True
+    ),
 }
 CONFIGS |= PACKED
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_rest_from_every_sample_equals_the_uninterrupted_run_twice_in_a_row(folder: Path, name: str) -> None:
+def test_the_rest_from_every_sample_equals_the_uninterrupted_run_twice_in_a_row(
+    folder: Path, name: str
+) -> None:
     order = order_of(folder, CONFIGS[name])
     uninterrupted = whole(order)
     assert len(uninterrupted) > 20
@@ -231,7 +252,9 @@ def test_what_a_tally_counts_is_what_the_samples_have(folder: Path, name: str) -
                 else max(0, left - (order.form.width - order.form.length))
             )
         sources = step.state.sources
-        assert [source.row_counts.padding_tokens for source in sources] == [padding[i] for i in range(len(sources))]
+        assert [source.row_counts.padding_tokens for source in sources] == [
+            padding[i] for i in range(len(sources))
+        ]
         assert step.state.total_tokens == step.state.sample_index * order.config.sequence_length
     assert sum(padding.values()) > 0
     if order.config.packing != "concat":
@@ -262,11 +285,17 @@ def test_data_that_end_with_a_step_end_with_the_next_one(folder: Path) -> None:
     order = order_of(folder)
     total = len(whole(order))
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=total, group_micro_steps=2))
+    group = pipeline.begin_group(
+        BatchPlan(start_index=0, world_size=1, batch_size=total, group_micro_steps=2)
+    )
     pipeline.fill(group, 1)
     assert (len(group.marks), pipeline.ended) == (1, None)
     pipeline.fill(group, 1)
-    assert (len(group.marks), pipeline.ended, pipeline.dropped_samples) == (1, "every source is exhausted", 0)
+    assert (len(group.marks), pipeline.ended, pipeline.dropped_samples) == (
+        1,
+        "every source is exhausted",
+        0,
+    )
 
 
 def test_the_reason_names_the_source_that_stopped_its_node(folder: Path) -> None:
@@ -286,7 +315,9 @@ def test_document_starts_are_told_while_the_producer_adds_a_step(folder: Path) -
 
     order = order_of(folder)
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=3, batch_size=2, group_micro_steps=9))
+    group = pipeline.begin_group(
+        BatchPlan(start_index=0, world_size=3, batch_size=2, group_micro_steps=9)
+    )
     pipeline.fill(group, 4)
     counts, starts = group.document_starts(1, 0, 4)
     assert sum(counts)
@@ -299,14 +330,20 @@ GOLDEN_CONFIGS = CONFIGS | {
     **GOLDEN_ROWS,
     "all four, equal weights": flat([CODE, DOCS, PROSE, WIKI]),
     "all four, drawn": flat([CODE, DOCS, PROSE, WIKI], "weighted", seed=2**63 - 1),
-    "rows that end themselves": flat([CODE, PROSE], add_eot="auto", end_of_text_id=32, sequence_length=32),
+    "rows that end themselves": flat(
+        [CODE, PROSE], add_eot="auto", end_of_text_id=32, sequence_length=32
+    ),
     "what is left decides": mixture(sequence_length=2)
     | {
         "mixture": {
             "policy": "balance_remaining",
             "children": [
                 {"source": CODE},
-                {"policy": "soft_sequential", "epochs": 2, "children": [{"source": DOCS}, {"source": PROSE}]},
+                {
+                    "policy": "soft_sequential",
+                    "epochs": 2,
+                    "children": [{"source": DOCS}, {"source": PROSE}],
+                },
                 {"source": WIKI, "max_tokens": 500},
             ],
         }
@@ -361,20 +398,30 @@ def values(state: State) -> list[Any]:
         for source, counts in zip(state.sources, left_out, strict=True)
     ]
     nodes = [[dataclasses.astuple(child) for child in node] for node in state.nodes]
-    return [*position, sources, [[child[:4] if child[4:] == (0, 0) else child for child in node] for node in nodes]]
+    return [
+        *position,
+        sources,
+        [[child[:4] if child[4:] == (0, 0) else child for child in node] for node in nodes],
+    ]
 
 
 def fingerprint(order: PipelineFactory) -> dict[str, Any]:
     """An order in a few values: its length, its digest, and a hash of every sample and cursor."""
     hashed = hashlib.sha256()
     step = None
-    for number, step in enumerate(steps(order, order.initial(), world_size=2, batch_size=1), start=1):
+    for number, step in enumerate(
+        steps(order, order.initial(), world_size=2, batch_size=1), start=1
+    ):
         for sample in step.samples:
             hashed.update(f"{sample.source} {sample.ids.hex()} {sample.starts}\n".encode())
         if number % 5 == 0:
             hashed.update(json.dumps(values(step.state)).encode())
     assert step is not None
-    return {"samples": step.state.sample_index, "digest": f"{step.state.digest:032x}", "sha256": hashed.hexdigest()}
+    return {
+        "samples": step.state.sample_index,
+        "digest": f"{step.state.digest:032x}",
+        "sha256": hashed.hexdigest(),
+    }
 
 
 def golden_orders() -> dict[str, Any]:
@@ -399,7 +446,9 @@ def test_the_order_is_what_it_was_with_readers(cluster: Any, folder: Path, reade
             order.resources.readers = asked
             order.pipeline = partial(order.pipeline, ahead=True)  # type: ignore[method-assign]
         actual = {name: fingerprint(order) for name, order in orders.items()}
-        answers = sum(node.answers for order in orders.values() for node in asked.stats(order.resources).nodes)
+        answers = sum(
+            node.answers for order in orders.values() for node in asked.stats(order.resources).nodes
+        )
     finally:
         asked.close()
     assert answers >= len(orders)

@@ -29,7 +29,10 @@ SHORT, LONG, MIXED = (f"txt:{name}.txt:text" for name in ("short", "long", "mixe
 LENGTH = 64
 NESTED: list[dict[str, Any]] = [
     {"source": LONG, "weight": 2},
-    {"policy": "least_consumed", "children": [{"source": SHORT, "weight": 3}, {"source": MIXED, "max_tokens": 2560}]},
+    {
+        "policy": "least_consumed",
+        "children": [{"source": SHORT, "weight": 3}, {"source": MIXED, "max_tokens": 2560}],
+    },
 ]
 
 
@@ -43,7 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def document(packing: str, *children: dict[str, Any], policy: str = "least_consumed", **fields: Any) -> dict[str, Any]:
+def document(
+    packing: str, *children: dict[str, Any], policy: str = "least_consumed", **fields: Any
+) -> dict[str, Any]:
     root = {"policy": policy, "children": list(children or ({"source": SHORT}, {"source": LONG}))}
     return flat([], packing=packing, sequence_length=LENGTH, **fields) | {"mixture": root}
 
@@ -57,11 +62,16 @@ def states(order: PipelineFactory, samples: int) -> list[State]:
     return found
 
 
-def test_at_equal_weights_real_tokens_are_equal_where_positions_gave_550_and_3050(folder: Path) -> None:
+def test_at_equal_weights_real_tokens_are_equal_where_positions_gave_550_and_3050(
+    folder: Path,
+) -> None:
     positions = order_of(folder, document("none", count="positions"))
     assert [source.real_tokens for source in states(positions, 100)[-1].sources] == [550, 3050]
     for packing in ("none", "best_fit"):
-        for state in states(order_of(folder, document(packing, *({"source": of} for of in (SHORT, LONG, MIXED)))), 150):
+        for state in states(
+            order_of(folder, document(packing, *({"source": of} for of in (SHORT, LONG, MIXED)))),
+            150,
+        ):
             tokens = [source.real_tokens for source in state.sources]
             assert max(tokens) - min(tokens) <= LENGTH
 
@@ -73,7 +83,9 @@ def test_at_equal_weights_real_tokens_are_equal_where_positions_gave_550_and_305
         *(("soft_sequential", "none"), ("balance_remaining", "best_fit"), ("schedule", "none")),
     ],
 )
-def test_a_run_goes_on_identically_from_every_sample_index(folder: Path, policy: str, packing: str) -> None:
+def test_a_run_goes_on_identically_from_every_sample_index(
+    folder: Path, policy: str, packing: str
+) -> None:
     inner = {"policy": policy, "children": [{"source": SHORT}, {"source": MIXED, "epochs": 0.25}]}
     order = order_of(folder, document(packing, {"source": LONG}, inner, policy=policy))
     # Weights that follow the run are made anew before sample 256.
@@ -83,25 +95,42 @@ def test_a_run_goes_on_identically_from_every_sample_index(folder: Path, policy:
 
 
 @pytest.mark.parametrize("count", ["real", "positions"])
-def test_a_record_says_what_a_run_counts_and_a_file_that_says_otherwise_is_refused(folder: Path, count: str) -> None:
+def test_a_record_says_what_a_run_counts_and_a_file_that_says_otherwise_is_refused(
+    folder: Path, count: str
+) -> None:
     record = order_of(folder, document("none", count=count)).record.to_json()
     assert json.loads(record)["config"].get("count", "positions") == count
-    same, other = (document("none", count=each) for each in ("real", "positions")[:: 1 if count == "real" else -1])
+    same, other = (
+        document("none", count=each)
+        for each in ("real", "positions")[:: 1 if count == "real" else -1]
+    )
     assert builder.load(parsed(same), folder, None, record).record.to_json() == record
-    with pytest.raises(ConfigError, match=f'count: the run began with "{count}", the file has "{other["count"]}"'):
+    with pytest.raises(
+        ConfigError, match=f'count: the run began with "{count}", the file has "{other["count"]}"'
+    ):
         builder.load(parsed(other), folder, None, record)
 
 
 @pytest.mark.parametrize("count", ["real", "positions"])
 def test_where_documents_are_joined_a_file_may_say_either_count(folder: Path, count: str) -> None:
     order = order_of(folder, document("concat", count=count))
-    record, state = order.record.to_json(), Timeline(order).encode(advanced(order, order.initial(), 5), 1)
+    record, state = (
+        order.record.to_json(),
+        Timeline(order).encode(advanced(order, order.initial(), 5), 1),
+    )
     text = snapshot_encode.compose(order.record.template("a", "train", 1), state, state)
     for other in ("real", "positions"):
-        assert builder.load(parsed(document("concat", count=other)), folder, None, record).record.to_json() == record
+        assert (
+            builder.load(
+                parsed(document("concat", count=other)), folder, None, record
+            ).record.to_json()
+            == record
+        )
         # And where the run's ledger is gone.
         anew = order_of(folder, document("concat", count=other))
-        point = snapshot.parse(text, anew.record.template("b", "train", 1), Timeline(anew).shape_at, anew.config)
+        point = snapshot.parse(
+            text, anew.record.template("b", "train", 1), Timeline(anew).shape_at, anew.config
+        )
         assert (point.sample_index, point.changed) == (5, ())
 
 

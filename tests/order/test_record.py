@@ -57,7 +57,9 @@ def write_tokenizer(path: Path, end_of_text: int, extra: str = "x") -> None:
     names = [f"w{i}" for i in range(300)]
     names[end_of_text] = "<|endoftext|>"
     names[-1] = extra
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0"))
+    tokenizer = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(path))
@@ -86,7 +88,9 @@ def test_the_record_holds_what_decides_the_order_and_nothing_of_this_machine(fol
     assert canonical(json.loads(record)) == record
 
 
-def test_a_run_moves_with_its_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_run_moves_with_its_folder(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     made = order_of(folder)
     expected = digest_of(made)
     moved = tmp_path_factory.mktemp("moved") / "corpus"
@@ -102,14 +106,24 @@ def child(document: dict[str, Any], position: int) -> dict[str, Any]:
 
 DIFFERENT: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     "seed": (lambda d: d.update(seed=8), ["seed: the run began with 7, the file has 8"]),
-    "length": (lambda d: d.update(sequence_length=9), ["sequence_length: the run began with 8, the file has 9"]),
-    "labels": (lambda d: d.update(labels="shifted"), ['labels: the run began with "same", the file has "shifted"']),
+    "length": (
+        lambda d: d.update(sequence_length=9),
+        ["sequence_length: the run began with 8, the file has 9"],
+    ),
+    "labels": (
+        lambda d: d.update(labels="shifted"),
+        ['labels: the run began with "same", the file has "shifted"'],
+    ),
     "weight": (
         lambda d: child(d, 0).update(weight=2.5),
         ['mixture.children.0.weight: the run began with "2", the file has "2.5"'],
     ),
     "several": (
-        lambda d: (child(d, 1).update(epochs=3), child(d, 2).update(policy="least_consumed"), d.update(seed=1)),
+        lambda d: (
+            child(d, 1).update(epochs=3),
+            child(d, 2).update(policy="least_consumed"),
+            d.update(seed=1),
+        ),
         [
             'mixture.children.1.epochs: the run began with "2", the file has "3"',
             'mixture.children.2.policy: the run began with "weighted", the file has "least_consumed"',
@@ -118,17 +132,23 @@ DIFFERENT: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     ),
     "a source less": (
         lambda d: d["mixture"]["children"].pop(1),
-        [f"mixture.children: the run began with 3: {CODE}, {DOCS}, weighted, the file has 2: {CODE}, weighted"],
+        [
+            f"mixture.children: the run began with 3: {CODE}, {DOCS}, weighted, the file has 2: {CODE}, weighted"
+        ],
     ),
     "another spec": (
         lambda d: child(d, 1).update(source="jsonl:data/docs.jsonl:body"),
-        [f'mixture.children.1.source: the run began with "{DOCS}", the file has "jsonl:data/docs.jsonl:body"'],
+        [
+            f'mixture.children.1.source: the run began with "{DOCS}", the file has "jsonl:data/docs.jsonl:body"'
+        ],
     ),
 }
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_a_mixture_file_that_differs_is_refused_with_each_field_and_both_values(folder: Path, what: str) -> None:
+def test_a_mixture_file_that_differs_is_refused_with_each_field_and_both_values(
+    folder: Path, what: str
+) -> None:
     change, lines = DIFFERENT[what]
     document = mixture()
     change(document)
@@ -157,10 +177,15 @@ def test_what_does_not_touch_the_order_may_change(folder: Path) -> None:
 
 @pytest.mark.parametrize(("field", "ours"), [("format", 1), ("order_version", 3)])
 @pytest.mark.parametrize("value", [0, 2, 4, None, "3"])
-def test_a_record_of_another_version_is_refused(folder: Path, field: str, ours: int, value: Any) -> None:
+def test_a_record_of_another_version_is_refused(
+    folder: Path, field: str, ours: int, value: Any
+) -> None:
     record = json.loads(order_of(folder).record.to_json())
     assert record[field] == ours
-    with pytest.raises(LedgerError, match=f"its record has {field} {value!r}, this release has {ours}: serve it with"):
+    with pytest.raises(
+        LedgerError,
+        match=f"its record has {field} {value!r}, this release has {ours}: serve it with",
+    ):
         load(folder, json.dumps(record | {field: value}))
 
 
@@ -213,7 +238,9 @@ def test_another_tokeniser_is_refused(folder: Path) -> None:
     record = order_of(folder, text_document()).record.to_json()
     load(folder, record, text_document())
     write_tokenizer(folder / "tokenizer.json", 5, extra="y")
-    with pytest.raises(TokenizerError, match=r"its files have the digest .* but the run began with"):
+    with pytest.raises(
+        TokenizerError, match=r"its files have the digest .* but the run began with"
+    ):
         load(folder, record, text_document())
 
 
@@ -241,7 +268,9 @@ def test_a_vocabulary_smaller_than_the_tokenisers_is_refused(folder: Path) -> No
         order_of(folder, mixture(vocab_size=257))
 
 
-@pytest.mark.parametrize(("vocab", "width"), [(256, 1), (257, 2), (2**16, 2), (2**16 + 1, 4), (2**32, 4)])
+@pytest.mark.parametrize(
+    ("vocab", "width"), [(256, 1), (257, 2), (2**16, 2), (2**16 + 1, 4), (2**32, 4)]
+)
 def test_ids_travel_in_the_narrowest_type(folder: Path, vocab: int, width: int) -> None:
     document = flat([CODE], labels="shifted") | {"vocab_size": vocab, "end_of_text_id": vocab - 1}
     del document["tokenizer"]
@@ -274,10 +303,14 @@ def test_shards_in_file_order_give_a_warning(folder: Path) -> None:
 
 def test_a_mixture_that_no_phase_leaves_in_force_gives_a_warning(folder: Path) -> None:
     own = {"policy": "least_consumed", "children": [{"source": CODE}]}
-    (known,) = {len(builder.warnings(order_of(folder, mixture(phases=phases)))) for phases in ([], [{}])}
+    (known,) = {
+        len(builder.warnings(order_of(folder, mixture(phases=phases)))) for phases in ([], [{}])
+    }
     *_, warning = found = builder.warnings(order_of(folder, mixture(phases=[{"mixture": own}])))
     assert len(found) == known + 1
-    assert warning.startswith("mixture: is never in force, for phases.0 begins with the first token")
+    assert warning.startswith(
+        "mixture: is never in force, for phases.0 begins with the first token"
+    )
     later = [{"until_tokens": 64}, {"mixture": own}]
     assert len(builder.warnings(order_of(folder, mixture(phases=later)))) == known
 
@@ -298,26 +331,37 @@ def test_ids_need_no_end_of_text_id_where_none_is_added(folder: Path) -> None:
     del document["tokenizer"]
 
     assert order_of(folder, document).record.end_of_text_id is None
-    with pytest.raises(ConfigError, match="give vocab_size instead, and end_of_text_id unless add_eot is false"):
+    with pytest.raises(
+        ConfigError, match="give vocab_size instead, and end_of_text_id unless add_eot is false"
+    ):
         order_of(folder, document | {"add_eot": True})
 
 
-def test_a_begin_that_the_tokeniser_itself_would_add_and_the_run_does_not_is_said(folder: Path) -> None:
+def test_a_begin_that_the_tokeniser_itself_would_add_and_the_run_does_not_is_said(
+    folder: Path,
+) -> None:
     write_golden_rows(folder)
     file = folder / "tokenizer" / "tokenizer.json"
     content = json.loads(file.read_text())
     begin = {"id": "<|begin|>", "ids": [276], "tokens": ["<|begin|>"]}
-    single = [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    single = [
+        {"SpecialToken": {"id": "<|begin|>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
     content["post_processor"] = {
         "type": "TemplateProcessing",
         "single": single,
         "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
         "special_tokens": {"<|begin|>": begin},
     }
-    document = flat(["jsonl:data/good.jsonl:text", "parquet:data/marked.parquet:ids"], tokenizer="tokenizer")
+    document = flat(
+        ["jsonl:data/good.jsonl:text", "parquet:data/marked.parquet:ids"], tokenizer="tokenizer"
+    )
 
     assert begin_notes(order_of(folder, document)) == []
     file.write_text(json.dumps(content))
     ((warns, note),) = begin_notes(order_of(folder, document))
-    assert warns and note.startswith("jsonl:data/good.jsonl:text: the tokeniser itself begins a text with [276]")
+    assert warns and note.startswith(
+        "jsonl:data/good.jsonl:text: the tokeniser itself begins a text with [276]"
+    )
     assert begin_notes(order_of(folder, document | {"add_bos": True})) == []

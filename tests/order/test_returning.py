@@ -16,13 +16,22 @@ from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order.timeline import Timeline
 
 #: 17 rows of 26 were read.
-CODE_ENTRY = {"spec": CODE, "shard": "data/code-1.parquet", "row_offset": 3, "token_offset": 400, "note": "kept"}
+CODE_ENTRY = {
+    "spec": CODE,
+    "shard": "data/code-1.parquet",
+    "row_offset": 3,
+    "token_offset": 400,
+    "note": "kept",
+}
 CURSOR = FileCursor(0, 1, 3)
 
 
 def imported(timeline: Timeline, *entries: dict[str, Any]) -> State:
     """The state of an import: of documents and prose many tokens were read, and of what else is preserved."""
-    docs, prose = {"spec": DOCS, "row_offset": 1, "token_offset": 800}, {"spec": PROSE, "row_offset": 2}
+    docs, prose = (
+        {"spec": DOCS, "row_offset": 1, "token_offset": 800},
+        {"spec": PROSE, "row_offset": 2},
+    )
     return state_of(import_entries(timeline, docs, prose, *entries))
 
 
@@ -47,7 +56,9 @@ ADDED = {"source": CODE, "alias": "code", "epochs": 4}
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_preserved_spec_that_is_added_goes_on_where_it_stood(plain: Timeline, whole: bool) -> None:
+def test_a_preserved_spec_that_is_added_goes_on_where_it_stood(
+    plain: Timeline, whole: bool
+) -> None:
     start = imported(plain, CODE_ENTRY, {"spec": "gone:a:b", "row_offset": 5})
     index = start.sample_index + 10
     change: dict[str, Any] = {"add": [{"child": ADDED}]}
@@ -62,7 +73,9 @@ def test_a_preserved_spec_that_is_added_goes_on_where_it_stood(plain: Timeline, 
     # The snapshot has it once, and what is in no mixture still.
     assert specs_of(timeline, after) == [DOCS, PROSE, CODE, "gone:a:b"]
     assert timeline.decode(timeline.encode(after)) == after
-    (line,) = [line for line in json.loads(timeline.revisions[0].content)["changes"] if "goes on" in line]
+    (line,) = [
+        line for line in json.loads(timeline.revisions[0].content)["changes"] if "goes on" in line
+    ]
     assert line == f"code: goes on: spec={CODE} sample_row=17 shard=data/code-1.parquet offset=3"
 
 
@@ -88,12 +101,21 @@ def test_it_does_not_dominate_the_next_picks(folder: Path, baseline: str) -> Non
         child["epochs"] = "inf"
     plain = Timeline(order_of(folder, document))
     # What was read of it before is next to nothing beside what the others had since.
-    start = imported(plain, {**CODE_ENTRY, "token_offset": 8}, {"spec": WIKI, "row_offset": 2, "token_offset": 8_000})
-    timeline = revised(plain, start.sample_index + 10, state=start, add=[{"child": {**ADDED, "epochs": "inf"}}])
+    start = imported(
+        plain,
+        {**CODE_ENTRY, "token_offset": 8},
+        {"spec": WIKI, "row_offset": 2, "token_offset": 8_000},
+    )
+    timeline = revised(
+        plain, start.sample_index + 10, state=start, add=[{"child": {**ADDED, "epochs": "inf"}}]
+    )
     before = at(timeline, start, start.sample_index + 10)
     for picks in (4, 40, 200):
         after = at(timeline, start, before.sample_index + picks)
-        given = [now.samples - was.samples for now, was in zip(after.sources, before.sources, strict=True)]
+        given = [
+            now.samples - was.samples
+            for now, was in zip(after.sources, before.sources, strict=True)
+        ]
         assert abs(given[3] - picks / 4) <= 1, given
 
 
@@ -101,11 +123,23 @@ def test_it_does_not_dominate_the_next_picks(folder: Path, baseline: str) -> Non
     ("entry", "child", "said"),
     [
         ({}, {"shuffle": "rows"}, r"place in file order, but .* shuffle: rows .* from_start"),
-        ({"shard": "data/code-9.parquet"}, {}, r"'data/code-9\.parquet' is none of the source's files.* from_start"),
-        ({"row_offset": 100, "epoch": 0}, {}, r"row_offset is 100, but .* row_offset_of: shard or spec.* from_start"),
+        (
+            {"shard": "data/code-9.parquet"},
+            {},
+            r"'data/code-9\.parquet' is none of the source's files.* from_start",
+        ),
+        (
+            {"row_offset": 100, "epoch": 0},
+            {},
+            r"row_offset is 100, but .* row_offset_of: shard or spec.* from_start",
+        ),
         ({"shard": 7}, {}, r"shard: found 7.* from_start"),
         ({"shuffle": "shards"}, {}, r"it was shuffled or read in lanes, .* from_start"),
-        ({"lanes": [{"samples": 1, "rows": 1}]}, {}, r"it was shuffled or read in lanes, .* from_start"),
+        (
+            {"lanes": [{"samples": 1, "rows": 1}]},
+            {},
+            r"it was shuffled or read in lanes, .* from_start",
+        ),
     ],
 )
 def test_where_it_cannot_go_on_it_is_refused_with_why(
@@ -113,10 +147,14 @@ def test_where_it_cannot_go_on_it_is_refused_with_why(
 ) -> None:
     preserved = json.dumps(CODE_ENTRY | entry)
     start = imported(plain)
-    state = State(**{name: getattr(start, name) for name in start.__slots__} | {"preserved": (preserved,)})
+    state = State(
+        **{name: getattr(start, name) for name in start.__slots__} | {"preserved": (preserved,)}
+    )
     with pytest.raises(ConfigError, match=said):
         revised(plain, start.sample_index + 10, state=state, add=[{"child": ADDED | child}])
-    anew = revised(plain, start.sample_index + 10, state=state, add=[{"child": ADDED | child}], from_start=True)
+    anew = revised(
+        plain, start.sample_index + 10, state=state, add=[{"child": ADDED | child}], from_start=True
+    )
     after = at(anew, state, start.sample_index + 10)
     assert (after.sources[2].cursor, after.sources[2].rows, after.preserved) == (None, 0, ())
     assert "code: is read from its first row" in json.loads(anew.revisions[0].content)["changes"]
@@ -134,7 +172,9 @@ def test_two_revisions_at_one_sample_both_hold(plain: Timeline) -> None:
 def test_a_phase_that_has_it_goes_on_with_it(folder: Path) -> None:
     child = {"source": CODE, "epochs": 4}
     later = {"policy": "least_consumed", "children": [{"source": DOCS, "epochs": "inf"}, child]}
-    document = flat([DOCS, PROSE], phases=[{"until_tokens": 900}, {"mixture": later}], last_micro_step="pad")
+    document = flat(
+        [DOCS, PROSE], phases=[{"until_tokens": 900}, {"mixture": later}], last_micro_step="pad"
+    )
     document["mixture"]["children"][0]["epochs"] = "inf"
     timeline = Timeline(order_of(folder, document))
     start = imported(timeline, CODE_ENTRY, {"spec": WIKI, "row_offset": 7})
@@ -157,18 +197,30 @@ def test_a_phase_that_has_it_goes_on_with_it(folder: Path) -> None:
 # --- Sources of ours that were dropped ---------------------------------------------------------------------------
 
 
-def test_a_dropped_source_of_ours_goes_on_under_its_old_id_and_does_not_dominate(plain: Timeline) -> None:
+def test_a_dropped_source_of_ours_goes_on_under_its_old_id_and_does_not_dominate(
+    plain: Timeline,
+) -> None:
     start = imported(plain)
     begin = start.sample_index
     timeline = revised(plain, begin + 10, state=start, drop=[PROSE])
-    timeline = revised(timeline, begin + 300, state=start, add=[{"child": {"source": PROSE, "epochs": "inf"}}])
+    timeline = revised(
+        timeline, begin + 300, state=start, add=[{"child": {"source": PROSE, "epochs": "inf"}}]
+    )
     left, back = at(timeline, start, begin + 10), at(timeline, start, begin + 300)
-    assert (back.sources[1].cursor, back.sources[1].rows) == (left.sources[1].cursor, left.sources[1].rows)
+    assert (back.sources[1].cursor, back.sources[1].rows) == (
+        left.sources[1].cursor,
+        left.sources[1].rows,
+    )
     after = at(timeline, start, begin + 500)
     assert abs(after.sources[1].samples - back.sources[1].samples - 100) <= 1
-    assert f"{PROSE}: goes on where it is when it is dropped" in json.loads(timeline.revisions[1].content)["changes"]
+    assert (
+        f"{PROSE}: goes on where it is when it is dropped"
+        in json.loads(timeline.revisions[1].content)["changes"]
+    )
     timeline = revised(plain, begin + 10, state=start, drop=[PROSE])
-    timeline = revised(timeline, begin + 300, state=left, add=[{"child": {"source": PROSE, "epochs": "inf"}}])
+    timeline = revised(
+        timeline, begin + 300, state=left, add=[{"child": {"source": PROSE, "epochs": "inf"}}]
+    )
     line = f"{PROSE}: goes on: spec={PROSE} sample_row={left.sources[1].rows} shard=data/prose/0.txt offset="
     assert line in " ".join(json.loads(timeline.revisions[1].content)["changes"])
 
@@ -179,7 +231,10 @@ def test_a_dropped_source_of_ours_is_read_anew_where_that_is_asked_for(plain: Ti
     timeline = revised(plain, begin + 10, state=start, drop=[PROSE])
     child = {"source": PROSE, "epochs": "inf"}
     timeline = revised(timeline, begin + 20, state=start, add=[{"child": child}], from_start=True)
-    left, back = at(timeline, start, begin + 10).sources[1], at(timeline, start, begin + 20).sources[1]
+    left, back = (
+        at(timeline, start, begin + 10).sources[1],
+        at(timeline, start, begin + 20).sources[1],
+    )
     assert back.cursor == FileCursor(0, 0, 0)
     assert (back.samples, back.tokens, back.rows) == (left.samples, left.tokens, left.rows)
     state = at(timeline, start, begin + 20)
@@ -188,14 +243,18 @@ def test_a_dropped_source_of_ours_is_read_anew_where_that_is_asked_for(plain: Ti
 
 def test_a_dropped_source_of_ours_with_other_options_is_refused(plain: Timeline) -> None:
     timeline = revised(plain, 10, drop=[PROSE])
-    with pytest.raises(ConfigError, match="shuffle is none in this run and rows in the new mixture"):
+    with pytest.raises(
+        ConfigError, match="shuffle is none in this run and rows in the new mixture"
+    ):
         revised(timeline, 20, add=[{"child": {"source": PROSE, "shuffle": "rows"}}])
 
 
 # --- A new run under the old state -------------------------------------------------------------------------------
 
 
-def test_what_another_runs_state_preserved_goes_on_in_a_run_that_has_it(folder: Path, plain: Timeline) -> None:
+def test_what_another_runs_state_preserved_goes_on_in_a_run_that_has_it(
+    folder: Path, plain: Timeline
+) -> None:
     start = imported(plain, CODE_ENTRY)
     resume_state = json.loads(plain.encode(at(plain, start, start.sample_index + 20)))
     order = order_of(folder, flat([DOCS, PROSE, CODE]))
@@ -210,5 +269,7 @@ def test_what_another_runs_state_preserved_goes_on_in_a_run_that_has_it(folder: 
     )
     # The others had hundreds of tokens since; from here on it has its share, and no more.
     after = advanced(order, base, 30)
-    given = [now.samples - was.samples for now, was in zip(after.sources, base.sources, strict=True)]
+    given = [
+        now.samples - was.samples for now, was in zip(after.sources, base.sources, strict=True)
+    ]
     assert given[2] <= 16, given

@@ -42,7 +42,9 @@ def test_shares_follow_new_weights_and_new_children_at_once(
         for child, weight in zip(root["children"], after, strict=False):
             child["weight"] = float(weight)
         if joins:
-            root["children"].append({"id": len(before), "source": "txt:new:text", "weight": float(after[-1])})
+            root["children"].append(
+                {"id": len(before), "source": "txt:new:text", "weight": float(after[-1])}
+            )
 
     walk = Walk(config, [10**6] * len(before))
     walk.leap(at)
@@ -75,7 +77,10 @@ def test_in_a_round_who_joins_has_its_first_turn_in_the_next() -> None:
     config = config_of("round_robin", {}, {}, {})
     walk = Walk(config, [100] * 3)
     assert walk.leap(7) == [0, 1, 2, 0, 1, 2, 0]
-    walk.revise(changed(config, lambda root: root["children"].append({"id": 3, "source": "txt:new:text"})), [100] * 4)
+    walk.revise(
+        changed(config, lambda root: root["children"].append({"id": 3, "source": "txt:new:text"})),
+        [100] * 4,
+    )
     found = []
     for _ in range(10):
         found += walk.leap(1)
@@ -110,7 +115,10 @@ def test_a_new_source_revives_the_nodes_above_it() -> None:
     document["mixture"]["children"].append(
         {
             "policy": "weighted",
-            "children": [{"policy": "sequential", "children": [{"source": "txt:1:text"}]}, {"source": "txt:2:text"}],
+            "children": [
+                {"policy": "sequential", "children": [{"source": "txt:1:text"}]},
+                {"source": "txt:2:text"},
+            ],
         }
     )
     config = parsed(document)

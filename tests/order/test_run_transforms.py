@@ -61,7 +61,9 @@ ROWS: list[list[Any]] = [
     [*(f"more {i}" for i in range(30)), 5, None],
 ]
 #: What ``marked`` makes of them.
-MARKED = [f"<{row.upper()}>" if isinstance(row, str) and row else "" for rows in ROWS for row in rows]
+MARKED = [
+    f"<{row.upper()}>" if isinstance(row, str) and row else "" for rows in ROWS for row in rows
+]
 
 
 @pytest.fixture
@@ -72,7 +74,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cleaning.py").write_text(CODE)
     (tmp_path / "data").mkdir()
     for number, rows in enumerate(ROWS):
-        text = "".join(json.dumps({"text": row, "even": i % 2 == 0}) + "\n" for i, row in enumerate(rows))
+        text = "".join(
+            json.dumps({"text": row, "even": i % 2 == 0}) + "\n" for i, row in enumerate(rows)
+        )
         (tmp_path / f"data/{number}.jsonl").write_text(text)
     return tmp_path
 
@@ -94,7 +98,10 @@ def texts(rows: Iterator[TokenizedRows]) -> list[str]:
     """The documents; ids are bytes, and each ends with an end-of-text id."""
     every = [(part.ids, [0, *part.ends.tolist()]) for part in rows]
     pairs = [(ids, begin, end) for ids, ends in every for begin, end in pairwise(ends)]
-    return [bytes(ids[begin : end - 1].tolist()).decode() if end > begin else "" for ids, begin, end in pairs]
+    return [
+        bytes(ids[begin : end - 1].tolist()).decode() if end > begin else ""
+        for ids, begin, end in pairs
+    ]
 
 
 def test_every_cursor_gives_the_same_texts(folder: Path) -> None:
@@ -123,11 +130,19 @@ def test_a_batch_is_about_a_mebibyte(folder: Path) -> None:
             "dropping",
             r"0\.jsonl: row 72: transform .* ValueError: it gave 0 texts, 0 of them null, for 1; expected",
         ),
-        ("null", r"0\.jsonl: row 72: transform .* it gave 1 texts, 1 of them null, for 1; expected one text for each"),
-        ("counting", r"0\.jsonl: rows 1 to 2: .* two texts for the last row, one among others and one alone"),
+        (
+            "null",
+            r"0\.jsonl: row 72: transform .* it gave 1 texts, 1 of them null, for 1; expected one text for each",
+        ),
+        (
+            "counting",
+            r"0\.jsonl: rows 1 to 2: .* two texts for the last row, one among others and one alone",
+        ),
     ],
 )
-def test_what_goes_wrong_names_file_and_row_after_the_rows_before(folder: Path, name: str, message: str) -> None:
+def test_what_goes_wrong_names_file_and_row_after_the_rows_before(
+    folder: Path, name: str, message: str
+) -> None:
     got: list[str] = []
     with created(parsed(f"cleaning:{name}")) as order, pytest.raises(TokenizerError, match=message):
         for rows in order.documents(0).read(None):
@@ -139,7 +154,10 @@ def test_what_goes_wrong_names_file_and_row_after_the_rows_before(folder: Path, 
 def test_nothing_is_imported_where_it_is_not_allowed(folder: Path, tokenloom: CommandLine) -> None:
     document = flat([SOURCE], on_bad_row="skip")
     document["mixture"]["children"][0]["transform"] = "cleaning:marked"
-    with pytest.raises(ConfigError, match=r"children\.0\.transform: .*start with --allow-transforms cleaning:marked"):
+    with pytest.raises(
+        ConfigError,
+        match=r"children\.0\.transform: .*start with --allow-transforms cleaning:marked",
+    ):
         config.parse(document, where="mixture.yaml", catalog=CATALOG)
     without = config.parse(flat([SOURCE], on_bad_row="skip"), where="mixture.yaml", catalog=CATALOG)
     timeline = Timeline(builder.create(without, Path(), None))
@@ -151,7 +169,11 @@ def test_nothing_is_imported_where_it_is_not_allowed(folder: Path, tokenloom: Co
     (folder / "mixture.yaml").write_text(yaml.safe_dump(document))
     assert not (folder / "imported").exists()
     allowed = tokenloom(
-        "validate", "mixture.yaml", "--allow-transforms", "cleaning:null,cleaning:marked", folder=folder
+        "validate",
+        "mixture.yaml",
+        "--allow-transforms",
+        "cleaning:null,cleaning:marked",
+        folder=folder,
     )
     assert allowed.status == 0, allowed.output
     assert (folder / "imported").exists()
@@ -163,7 +185,9 @@ def test_other_code_is_refused_with_both_values(folder: Path) -> None:
     code = json.loads(record)["manifest"]["transforms"]["cleaning:marked"]
     assert code["name"] == "cleaning:marked"
     (folder / "cleaning.py").write_text(CODE + "# changed")
-    with pytest.raises(SourceChanged, match=rf"its code is .*'sha256:.*began with .*{code['digest']}"):
+    with pytest.raises(
+        SourceChanged, match=rf"its code is .*'sha256:.*began with .*{code['digest']}"
+    ):
         builder.load(parsed(), Path(), None, record)
 
 
@@ -174,13 +198,21 @@ def test_a_revision_records_the_code_of_what_it_adds(folder: Path) -> None:
         timeline = revised(Timeline(order), 4, add=[{"child": added}])
         content = json.loads(timeline.revisions[0].content)
         assert content["transforms"]["cleaning:marked"]["digest"].startswith("sha256:")
-        with pytest.raises(ConfigError, match="transform is not given in this run and cleaning:null in the new"):
+        with pytest.raises(
+            ConfigError, match="transform is not given in this run and cleaning:null in the new"
+        ):
             revised(timeline, 8, mixture=as_file(parsed("cleaning:null")))
 
 
 def test_what_is_prepared_has_the_same_texts(folder: Path) -> None:
     run = parsed(on_bad_row="skip", filter="even == true")
-    options: dict[str, Any] = {"form": "arrow", "shard_bytes": 2000, "ids_too": False, "shuffled": False, "threads": 1}
+    options: dict[str, Any] = {
+        "form": "arrow",
+        "shard_bytes": 2000,
+        "ids_too": False,
+        "shuffled": False,
+        "threads": 1,
+    }
     job = Job(run, folder, folder / "index", DataRoots(), **options)
     assert job.document()["transforms"] == job.order.record.manifest.transforms
     done = prepare(job, folder / "out", on_done=lambda *_: None, on_kept=lambda *_: None)

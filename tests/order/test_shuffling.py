@@ -49,7 +49,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shuffled(**fields: Any) -> dict[str, Any]:
     """Every scheme shuffled in some way."""
     children = [
-        {"source": CODE, "alias": "code", "shuffle": "rows", "shuffle_window_rows": 10, "epochs": 2},
+        {
+            "source": CODE,
+            "alias": "code",
+            "shuffle": "rows",
+            "shuffle_window_rows": 10,
+            "epochs": 2,
+        },
         {"source": DOCS, "alias": "docs", "shuffle": "rows", "epochs": 2.5},
         {"source": PROSE, "shuffle": "shards", "epochs": 2},
         {"source": WIKI, "shuffle": "rows", "lanes": 3, "epochs": 2},
@@ -60,7 +66,9 @@ def shuffled(**fields: Any) -> dict[str, Any]:
 def states(timeline: Timeline) -> list[State]:
     """The state behind each sample, from the first."""
     pipeline = timeline.pipeline(timeline.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=2000))
+    group = pipeline.begin_group(
+        BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=2000)
+    )
     pipeline.fill(group, 2000)
     assert pipeline.ended == "every source is exhausted"
     return [group.base, *(group.state_after(step) for step in range(len(group.marks)))]
@@ -79,7 +87,9 @@ def test_shuffled_orders_are_what_they_were(folder: Path, name: str) -> None:
     assert (last.sample_index, digest_hex(last.digest)) == GOLDEN[name]
 
 
-def test_a_run_goes_on_from_every_sample_also_where_rows_are_left_out_from_some_sample_on(folder: Path) -> None:
+def test_a_run_goes_on_from_every_sample_also_where_rows_are_left_out_from_some_sample_on(
+    folder: Path,
+) -> None:
     timeline = revised(Timeline(order_of(folder, shuffled())), 60, exclude={"file": "out.jsonl"})
     whole = states(timeline)
     plain = states(Timeline(timeline.first))
@@ -96,22 +106,51 @@ def test_a_run_goes_on_from_every_sample_also_where_rows_are_left_out_from_some_
 
 LANE = {"samples": 0, "rows": 0}
 BAD: list[tuple[str, int, dict[str, Any], str]] = [
-    ("a window that is a place in a file", 0, {"shuffle": "shards", "shard": "data/code-0.parquet"}, "shard: Extra"),
+    (
+        "a window that is a place in a file",
+        0,
+        {"shuffle": "shards", "shard": "data/code-0.parquet"},
+        "shard: Extra",
+    ),
     ("a window of shuffled files", 0, {"shuffle": "shards"}, "shuffle is 'shards', but"),
     ("a place in a file that is a window", 2, {"window": 1}, "window_row: Field required"),
     ("another shuffle", 2, {"shuffle": "none"}, "shuffle is 'none', but"),
     ("a window below 0", 0, {"window": -1}, "window: "),
     ("lanes of a source that has none", 0, {"lanes": [LANE]}, "lanes has 1 entries, but"),
-    ("a lane too few", 3, {"lanes": [LANE] * 2}, "lanes has 2 entries, but this run's source has 3"),
-    ("lanes that gave something else", 3, {"lanes": [{**LANE, "samples": 1}] * 3}, "but its lanes have 3"),
-    ("a lane that says no rows", 3, {"lanes": [{"samples": 0}] * 3}, r"lanes\.0\.rows: Field required"),
-    ("a lane in a file", 3, {"lanes": [{**LANE, "epoch": 0, "shard_index": 0, "row_offset": 0}] * 3}, "lanes"),
+    (
+        "a lane too few",
+        3,
+        {"lanes": [LANE] * 2},
+        "lanes has 2 entries, but this run's source has 3",
+    ),
+    (
+        "lanes that gave something else",
+        3,
+        {"lanes": [{**LANE, "samples": 1}] * 3},
+        "but its lanes have 3",
+    ),
+    (
+        "a lane that says no rows",
+        3,
+        {"lanes": [{"samples": 0}] * 3},
+        r"lanes\.0\.rows: Field required",
+    ),
+    (
+        "a lane in a file",
+        3,
+        {"lanes": [{**LANE, "epoch": 0, "shard_index": 0, "row_offset": 0}] * 3},
+        "lanes",
+    ),
     ("a lane of text", 3, {"lanes": ["a"] * 3}, r"lanes\.0"),
 ]
 
 
-@pytest.mark.parametrize(("source", "fields", "says"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
-def test_a_state_that_does_not_fit_is_refused(folder: Path, source: int, fields: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "fields", "says"), [row[1:] for row in BAD], ids=[row[0] for row in BAD]
+)
+def test_a_state_that_does_not_fit_is_refused(
+    folder: Path, source: int, fields: dict[str, Any], says: str
+) -> None:
     order = order_of(folder, shuffled())
     document = json.loads(encode_state(order, advanced(order, order.initial(), 80)))
     document["datasets"][source].update(fields)
@@ -130,7 +169,10 @@ def test_files_are_appended_to_shuffled_files_and_not_to_shuffled_rows(tmp_path:
     write_parquet(tmp_path / "data/code-2.parquet", [[1, 2, 3]] * 9)
     (tmp_path / "data/docs-2.jsonl").write_text("")
     (tmp_path / "data/prose/2.txt").write_text("one\ntwo\n")
-    with pytest.raises(ConfigError, match="append_files: 'code' is read with shuffle: rows, and with more files every"):
+    with pytest.raises(
+        ConfigError,
+        match="append_files: 'code' is read with shuffle: rows, and with more files every",
+    ):
         revised(timeline, 10, append_files=["code"])
     with pytest.raises(ConfigError, match="append_files: 'docs' is read in 2 lanes"):
         revised(timeline, 10, append_files=["docs"])
@@ -146,11 +188,15 @@ def test_another_shuffle_of_a_source_is_no_revision(folder: Path) -> None:
         document["children"][0] |= {field: value}
         if field == "shuffle":
             del document["children"][0]["shuffle_window_rows"]
-        with pytest.raises(ConfigError, match=f"{field} is .* in this run and .* another order of its rows"):
+        with pytest.raises(
+            ConfigError, match=f"{field} is .* in this run and .* another order of its rows"
+        ):
             revised(timeline, 10, mixture=document)
 
 
-def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(folder: Path) -> None:
+def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(
+    folder: Path,
+) -> None:
     ours = order_of(folder, shuffled())
     _refuse_other_documents(ours, order_of(folder, shuffled(run="fork")))
 
@@ -166,25 +212,40 @@ def test_a_fork_takes_a_shuffled_source_over_only_with_all_that_draws_its_order(
             ": shuffle_window_rows is 10 in run .*: it is shuffled",
             fork(lambda children: children[0].update(shuffle_window_rows=11)),
         ),
-        (": shuffle is rows in run .*: it is shuffled", fork(lambda children: children[1].update(shuffle="shards"))),
-        (": lanes is 3 in run .*: it is shuffled", fork(lambda children: children[3].update(lanes=2))),
-        (": place in the mixture .* is 3 in run .*: it is shuffled", fork(lambda children: children.reverse())),
+        (
+            ": shuffle is rows in run .*: it is shuffled",
+            fork(lambda children: children[1].update(shuffle="shards")),
+        ),
+        (
+            ": lanes is 3 in run .*: it is shuffled",
+            fork(lambda children: children[3].update(lanes=2)),
+        ),
+        (
+            ": place in the mixture .* is 3 in run .*: it is shuffled",
+            fork(lambda children: children.reverse()),
+        ),
     ):
         with pytest.raises(SnapshotInvalid, match=says):
             _refuse_other_documents(ours, order)
 
 
 @pytest.mark.parametrize(("epochs", "other"), [(1.5, 2), (2, 1.5), (1, 1.5), (1.5, 1)])
-def test_the_part_of_an_epoch_that_lanes_share_cannot_become_another(folder: Path, epochs: float, other: float) -> None:
+def test_the_part_of_an_epoch_that_lanes_share_cannot_become_another(
+    folder: Path, epochs: float, other: float
+) -> None:
     def order(epochs: float, lanes: int = 3, run: str = "test") -> PipelineFactory:
         children = [{"source": CODE, "alias": "code", "lanes": lanes, "epochs": epochs}]
-        return order_of(folder, mixture(run=run, mixture={"policy": "sequential", "children": children}))
+        return order_of(
+            folder, mixture(run=run, mixture={"policy": "sequential", "children": children})
+        )
 
     # Each lane would go on in a part that is not its own: over rows that another gave.
     says = f"code: epochs is {epochs:g} and would be {other:g}, but its 3 lanes share the rows of an epoch"
     with pytest.raises(ConfigError, match=says):
         revised(Timeline(order(epochs)), 5, set=[{"child": "code", "epochs": other}])
-    with pytest.raises(SnapshotInvalid, match=f"epochs is {epochs:g} in run 'test' and {other:g} in 'fork': its 3"):
+    with pytest.raises(
+        SnapshotInvalid, match=f"epochs is {epochs:g} in run 'test' and {other:g} in 'fork': its 3"
+    ):
         _refuse_other_documents(order(epochs), order(other, run="fork"))
 
     revised(Timeline(order(epochs, lanes=1)), 5, set=[{"child": "code", "epochs": other}])
@@ -218,7 +279,9 @@ def test_a_long_document_is_spread_over_the_samples_of_all_lanes(tmp_path: Path)
     source = {"source": "parquet:long.parquet:ids", "lanes": 4}
     order = order_of(tmp_path, mixture(mixture={"policy": "sequential", "children": [source]}))
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=9000))
+    group = pipeline.begin_group(
+        BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=9000)
+    )
     pipeline.fill(group, 9000)
     has = [1 in memoryview(ids).cast("H").tolist() for ids in group.ids(0, 0, len(group.marks))]
     # One of four is the long document's.

@@ -47,19 +47,30 @@ def test_begin_and_end_of_text_ids_are_counted_as_the_packer_puts_them(tmp_path:
     corpora.write_parquet(tmp_path / "a.parquet", [[1, 2, 3], [], [4, 257], None])
     fields = {"begin_of_text_id": 256, "end_of_text_id": 257}
     spec = "parquet:a.parquet:ids"
-    for add_bos, add_eot, tokens in ((False, False, 5), (False, True, 7), (True, True, 9), (True, "auto", 8)):
-        order = corpora.order_of(tmp_path, corpora.flat([spec], add_bos=add_bos, add_eot=add_eot, **fields))
+    for add_bos, add_eot, tokens in (
+        (False, False, 5),
+        (False, True, 7),
+        (True, True, 9),
+        (True, "auto", 8),
+    ):
+        order = corpora.order_of(
+            tmp_path, corpora.flat([spec], add_bos=add_bos, add_eot=add_eot, **fields)
+        )
         assert measured(order) == (4, tokens)
 
 
 def test_small_shards_of_very_different_size_are_all_looked_at(tmp_path: Path) -> None:
     for shard in range(70):
-        corpora.write_txt(tmp_path / f"{shard:02}.txt", ["x" * (100_000 if shard in (7, 33) else 10)] * 8)
+        corpora.write_txt(
+            tmp_path / f"{shard:02}.txt", ["x" * (100_000 if shard in (7, 33) else 10)] * 8
+        )
     order = order_over(tmp_path, "txt:*.txt:text")
     assert measured(order) == counted(order, 0)
 
 
-def test_long_rows_are_not_left_out_at_the_end_of_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_are_not_left_out_at_the_end_of_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A place has room for a fraction of these: without the row that crosses its end there would be none, or only
     # the short ones.
     monkeypatch.setattr(size_estimates, "READ_BYTES", 24_000)
@@ -104,19 +115,29 @@ def test_the_head_of_a_file_of_lines_is_measured_with_its_ends(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "packing",
-    [{"packing": "best_fit", "pack_window_rows": 64}, {"packing": "none"}, {"packing": "none", "long_rows": "split"}],
+    [
+        {"packing": "best_fit", "pack_window_rows": 64},
+        {"packing": "none"},
+        {"packing": "none", "long_rows": "split"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("labels", ["same", "shifted"])
 def test_a_source_that_is_read_whole_has_the_tokens_that_its_samples_count(
     tmp_path: Path, packing: dict[str, Any], labels: str
 ) -> None:
-    rows = [corpora.numbers(length, i, 0, 250) for i, length in enumerate(corpora.numbers(300, 1, 0, 40))]
+    rows = [
+        corpora.numbers(length, i, 0, 250)
+        for i, length in enumerate(corpora.numbers(300, 1, 0, 40))
+    ]
     corpora.write_parquet(tmp_path / "a.parquet", rows, group=300)
     order = corpora.order_of(
-        tmp_path, corpora.flat(["parquet:a.parquet:ids"], labels=labels, sequence_length=16) | packing
+        tmp_path,
+        corpora.flat(["parquet:a.parquet:ids"], labels=labels, sequence_length=16) | packing,
     )
     found = size_estimates.measure(order, 0)
     given = advanced(order, order.initial(), 10_000).total_tokens
     # To a thousandth of a row's tokens; where windows of the sample lie otherwise, a few samples differ.
-    assert found.epoch_tokens == pytest.approx(given, rel=0.04 if packing["packing"] == "best_fit" else 1e-3)
+    assert found.epoch_tokens == pytest.approx(
+        given, rel=0.04 if packing["packing"] == "best_fit" else 1e-3
+    )

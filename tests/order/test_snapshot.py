@@ -61,11 +61,15 @@ class Case:
         self.state = pipeline.state()
         self.template = self.order.record.template(UID, "train", 4)
         self.resume_state = encode_state(self.order, self.base)
-        self.text = snapshot_encode.compose(self.template, self.resume_state, encode_state(self.order, self.state))
+        self.text = snapshot_encode.compose(
+            self.template, self.resume_state, encode_state(self.order, self.state)
+        )
 
     def parse(self, text: str | bytes) -> ResumePoint:
         record = self.order.record
-        return snapshot.parse(text, record.template("", "train", 0), lambda *_: record.shape, record.config)
+        return snapshot.parse(
+            text, record.template("", "train", 0), lambda *_: record.shape, record.config
+        )
 
     def changed(self, change: Callable[[dict[str, Any]], Any]) -> str:
         """The snapshot with a change, sealed anew."""
@@ -94,7 +98,11 @@ def test_a_snapshot_comes_back_as_it_was_written(case: Case) -> None:
             run_uid=UID,
             generation=4,
             counts={
-                spec: {"samples": source.samples, "tokens": source.tokens, "real_tokens": source.tokens}
+                spec: {
+                    "samples": source.samples,
+                    "tokens": source.tokens,
+                    "real_tokens": source.tokens,
+                }
                 for spec, source in zip(case.order.record.specs, case.state.sources, strict=True)
             },
         )
@@ -110,9 +118,15 @@ def test_what_was_skipped_comes_back_and_is_only_written_where_there_is_some(cas
     assert sum(source.skipped_samples for source in skipped.sources) == INDEX - BASE
     assert sum(source.skipped_tokens for source in skipped.sources) == 8 * (INDEX - BASE)
     for was, now in zip(case.base.sources, skipped.sources, strict=True):
-        assert (was.samples, was.rows) == (now.samples - now.skipped_samples, now.rows - now.skipped_rows)
+        assert (was.samples, was.rows) == (
+            now.samples - now.skipped_samples,
+            now.rows - now.skipped_rows,
+        )
     assert "skipped" not in case.resume_state
-    gave = [was.samples < now.samples for was, now in zip(case.base.sources, case.state.sources, strict=True)]
+    gave = [
+        was.samples < now.samples
+        for was, now in zip(case.base.sources, case.state.sources, strict=True)
+    ]
     assert ["skipped_samples" in entry for entry in json.loads(text)["datasets"]] == gave
     # Once more, from there on: both ranges are one skip then.
     twice = passed_over(skipped, advanced(case.order, skipped, 5))
@@ -142,13 +156,20 @@ def test_earlier_tools_find_what_they_read(case: Case) -> None:
 def test_two_hundred_sources_take_at_most_96_kilobytes() -> None:
     specs = tuple(f"parquet:data/corpus-{i:03d}/shards-*.parquet:text" for i in range(200))
     document = flat(list(specs), tokenizer=None, vocab_size=9, end_of_text_id=2)
-    for child, weight in zip(document["mixture"]["children"], numbers(200, 1, 1, 10**9), strict=True):
+    for child, weight in zip(
+        document["mixture"]["children"], numbers(200, 1, 1, 10**9), strict=True
+    ):
         child |= {"weight": weight / 10**6, "alias": f"corpus {weight}", "epochs": 2.5}
     config = parsed(document)
-    record = RunRecord(config=config, manifest=Manifest(()), tokenizer=None, engine=None, has_loss_mask=False)
+    record = RunRecord(
+        config=config, manifest=Manifest(()), tokenizer=None, engine=None, has_loss_mask=False
+    )
     shape = Shape(
         specs=specs,
-        shards=tuple(tuple(f"data/corpus-{i:03d}/shards-{j:05d}.parquet" for j in range(90)) for i in range(200)),
+        shards=tuple(
+            tuple(f"data/corpus-{i:03d}/shards-{j:05d}.parquet" for j in range(90))
+            for i in range(200)
+        ),
         nodes={node.id: node_shape(config, node).child_ids for node in config.nodes},
         sample_tokens=8,
         names=(None,) * 200,
@@ -162,7 +183,10 @@ def test_two_hundred_sources_take_at_most_96_kilobytes() -> None:
         sample_index=200 * samples,
         total_tokens=1600 * samples,
         digest=DIGEST_MODULUS - 1,
-        sources=tuple(SourceState(FileCursor(1, 89, 10**6, 10**5), samples, 10**11, 8 * samples) for _ in specs),
+        sources=tuple(
+            SourceState(FileCursor(1, 89, 10**6, 10**5), samples, 10**11, 8 * samples)
+            for _ in specs
+        ),
         nodes=(tuple(ChildState(samples, 8 * samples, -(10**6)) for _ in specs),),
     )
     template = dict.fromkeys(("manifest_digest", "config_digest"), "f" * 64) | {
@@ -183,7 +207,9 @@ def test_two_hundred_sources_take_at_most_96_kilobytes() -> None:
     assert snapshot.parse(text, template, lambda *_: shape, config).base == state
 
 
-def test_where_only_the_state_is_there_each_changed_field_is_named_with_both_values(case: Case, folder: Path) -> None:
+def test_where_only_the_state_is_there_each_changed_field_is_named_with_both_values(
+    case: Case, folder: Path
+) -> None:
     changed = mixture(mask_boundaries=True, on_bad_row="skip")
     timeline = Timeline(order_of(folder, changed))
     template = timeline.first.record.template("", "train", 0)
@@ -197,9 +223,14 @@ def test_where_only_the_state_is_there_each_changed_field_is_named_with_both_val
     changed["mixture"]["children"][2]["children"].pop()
     timeline = Timeline(order_of(folder, changed))
     template = timeline.first.record.template("", "train", 0)
-    ways = "put these back, or begin a new run .* forked from this checkpoint; or make them a revision"
+    ways = (
+        "put these back, or begin a new run .* forked from this checkpoint; or make them a revision"
+    )
     for text, said in (
-        (case.text, rf"children\.0\.weight: the run began with \"2\", the file has \"3\"\n.*children\.2.*{ways}"),
+        (
+            case.text,
+            rf"children\.0\.weight: the run began with \"2\", the file has \"3\"\n.*children\.2.*{ways}",
+        ),
         (case.changed(lambda d: d.pop("config")), "the snapshot's config_digest is"),
     ):
         with pytest.raises(SnapshotInvalid, match=f"(?s){said}"):
@@ -210,8 +241,12 @@ def test_how_a_source_is_read_is_never_offered_as_a_revision(case: Case, folder:
     changed = mixture()
     changed["mixture"]["children"][0] |= {"shuffle": "rows", "weight": 3}
     record = order_of(folder, changed).record
-    with pytest.raises(SnapshotInvalid, match=r"(?s)children\.0\.shuffle: .*another name") as refused:
-        snapshot.parse(case.text, record.template("", "train", 0), lambda *_: record.shape, record.config)
+    with pytest.raises(
+        SnapshotInvalid, match=r"(?s)children\.0\.shuffle: .*another name"
+    ) as refused:
+        snapshot.parse(
+            case.text, record.template("", "train", 0), lambda *_: record.shape, record.config
+        )
     assert "revision" not in str(refused.value)
 
 
@@ -244,14 +279,31 @@ def test_more_behind_its_end_is_refused(case: Case, more: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "null", "7", "[]", '"x"', "{}", "{", "NaN", "\ufeff{}", "\x00", "9" * 5000, "[" * 100_000),
+        *(
+            "",
+            "null",
+            "7",
+            "[]",
+            '"x"',
+            "{}",
+            "{",
+            "NaN",
+            "\ufeff{}",
+            "\x00",
+            "9" * 5000,
+            "[" * 100_000,
+        ),
         *('{"a":1,"a":1}', '{"a":Infinity}', '{"a":"\\ud800"}'),
         *('{"a":' * depth + "1" + "}" * depth for depth in (400, 900, 960, 1000)),
     ],
     ids=lambda text: repr(text[:12]),
 )
 def test_what_is_no_snapshot_at_all_is_refused(case: Case, text: str) -> None:
-    for found in (text, text.encode("utf-8", "surrogatepass"), text.encode("utf-16", "surrogatepass")):
+    for found in (
+        text,
+        text.encode("utf-8", "surrogatepass"),
+        text.encode("utf-16", "surrogatepass"),
+    ):
         with pytest.raises(SnapshotInvalid):
             case.parse(found)
 
@@ -265,7 +317,9 @@ def test_arbitrary_bytes_are_refused(case: Case, data: bytes) -> None:
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
 def test_a_text_beyond_the_bound_is_not_even_read(case: Case, extra: int) -> None:
-    with pytest.raises(SnapshotInvalid, match="expected at most 16777216" if extra else "does not parse"):
+    with pytest.raises(
+        SnapshotInvalid, match="expected at most 16777216" if extra else "does not parse"
+    ):
         case.parse("[" * 5 + " " * (16 * 2**20 - 5 + extra))
 
 
@@ -291,7 +345,11 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 DATASET = "resume_state.datasets.0"
 SWAPPED = [
     ("format", "other/snapshot", "format is 'other/snapshot', expected 'tokenloom/snapshot'"),
-    ("version", 1, "format version 1, this release has 2: restore it with the Tokenloom release that wrote it"),
+    (
+        "version",
+        1,
+        "format version 1, this release has 2: restore it with the Tokenloom release that wrote it",
+    ),
     ("version", 3, "format version 3"),
     ("resume_state.version", 1, "resume_state.version: Input should be 2; found '1'"),
     ("version", 0, "format version 0"),
@@ -302,7 +360,11 @@ SWAPPED = [
     ("stream", "eval", "the snapshot's stream is 'eval', this run's is 'train'"),
     ("seed", 8, "the snapshot's seed is 8, this run's is 7: restore the seed"),
     ("seed", 7.0, "seed: "),
-    ("order_version", 1, "the snapshot's order_version is 1, this run's is 3: restore it with the Tokenloom"),
+    (
+        "order_version",
+        1,
+        "the snapshot's order_version is 1, this run's is 3: restore it with the Tokenloom",
+    ),
     ("config_digest", "0" * 64, "restore the mixture file that the run began with"),
     ("config", {}, "config: expected JSON, compressed by bzip2, in base 64"),
     ("config", "e30", "config: "),
@@ -321,7 +383,11 @@ SWAPPED = [
     ("run_uid", "", "run_uid: "),
     ("run_uid", 7, "run_uid: "),
     ("sample_index", BASE - 1, f"resume_state is at sample {BASE}, beyond sample_index {BASE - 1}"),
-    ("total_tokens", INDEX * 8 + 1, f"total_tokens is {INDEX * 8 + 1}, but {INDEX} samples of 8 tokens have"),
+    (
+        "total_tokens",
+        INDEX * 8 + 1,
+        f"total_tokens is {INDEX * 8 + 1}, but {INDEX} samples of 8 tokens have",
+    ),
     ("digest", f"{DIGEST_MODULUS:032x}", "is not below 2^127"),
     ("digest", "f" * 32, "is not below 2^127"),
     ("digest", "F" * 32, "digest: "),
@@ -333,7 +399,11 @@ SWAPPED = [
     ("resume_state.digest", f"{DIGEST_MODULUS:032x}", "resume_state.digest"),
     ("resume_state.surprise", 1, "resume_state.surprise: "),
     ("resume_state.datasets", [], "resume_state.datasets does not list this run's sources"),
-    (f"{DATASET}.spec", "parquet:other:ids", "only there: ['parquet:other:ids'], only here: ['parquet:data/code"),
+    (
+        f"{DATASET}.spec",
+        "parquet:other:ids",
+        "only there: ['parquet:other:ids'], only here: ['parquet:data/code",
+    ),
     (f"{DATASET}.id", 1, "resume_state.datasets.0: id is 1, but 'parquet:"),
     (f"{DATASET}.shard", "data/code-9.parquet", "shard 'data/code-9.parquet' at "),
     (f"{DATASET}.shard_index", 1, "is not in this run's manifest"),
@@ -344,13 +414,25 @@ SWAPPED = [
     ("resume_state.version", 3, "resume_state.version: "),
     (f"{DATASET}.samples", 10**9, "resume_state.datasets.0: token_offset is"),
     (f"{DATASET}.token_offset", 0, "resume_state.datasets.0: token_offset is 0"),
-    (f"{DATASET}.skipped_samples", 10**6, f"{DATASET}: skipped_samples is 1000000, but it is a part of samples"),
+    (
+        f"{DATASET}.skipped_samples",
+        10**6,
+        f"{DATASET}: skipped_samples is 1000000, but it is a part of samples",
+    ),
     (f"{DATASET}.skipped_rows", 1, f"{DATASET}: skipped_rows is 1, but it is a part of rows"),
-    (f"{DATASET}.skipped_tokens", 8, f"{DATASET}: skipped_tokens is 8, but it is a part of token_offset"),
+    (
+        f"{DATASET}.skipped_tokens",
+        8,
+        f"{DATASET}: skipped_tokens is 8, but it is a part of token_offset",
+    ),
     (f"{DATASET}.exhausted", True, "resume_state.nodes.0.0"),
     (f"{DATASET}.exhausted", 1, f"{DATASET}.exhausted: "),
     (f"{DATASET}.extra", 1, f"{DATASET}.extra: "),
-    ("resume_state.nodes", [], "resume_state.nodes: the nodes have [] children, but this run's mixture has [3, 2]"),
+    (
+        "resume_state.nodes",
+        [],
+        "resume_state.nodes: the nodes have [] children, but this run's mixture has [3, 2]",
+    ),
     ("resume_state.nodes", [[], []], "the nodes have [0, 0] children"),
     ("resume_state.nodes.1", [], "the nodes have [3, 0] children"),
     ("resume_state.nodes.0.0", [1, 8, 0], "resume_state.nodes.0.0"),
@@ -366,18 +448,25 @@ SWAPPED = [
 ]
 COUNTS = [
     *("sample_index", "total_tokens", "resume_state.sample_index", "resume_state.total_tokens"),
-    *(f"{DATASET}.{key}" for key in ("id", "shard_index", "epoch", "row_offset", "row_token_offset", "samples")),
+    *(
+        f"{DATASET}.{key}"
+        for key in ("id", "shard_index", "epoch", "row_offset", "row_token_offset", "samples")
+    ),
     *(f"{DATASET}.{key}" for key in ("rows", "token_offset", "dropped_tokens", *RowCounts._fields)),
     *(f"{DATASET}.{key}" for key in ("skipped_samples", "skipped_rows", "skipped_tokens")),
     *("resume_state.nodes.0.0.0", "resume_state.nodes.0.0.1", "resume_state.nodes.1.1.0"),
 ]
 SWAPPED += [
-    (path, value, f"{path}: ") for path in COUNTS for value in (-1, 2**53, 10**4000, 1.0, 1e300, True, "1", None, [1])
+    (path, value, f"{path}: ")
+    for path in COUNTS
+    for value in (-1, 2**53, 10**4000, 1.0, 1e300, True, "1", None, [1])
 ]
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "says"), SWAPPED, ids=[f"{path}={str(value)[:20]}" for path, value, _ in SWAPPED]
+    ("path", "value", "says"),
+    SWAPPED,
+    ids=[f"{path}={str(value)[:20]}" for path, value, _ in SWAPPED],
 )
 def test_a_swapped_field_is_refused_by_name(case: Case, path: str, value: Any, says: str) -> None:
     with pytest.raises(SnapshotInvalid) as caught:
@@ -389,10 +478,23 @@ def test_a_swapped_field_is_refused_by_name(case: Case, path: str, value: Any, s
 @pytest.mark.parametrize(
     "path",
     [
-        *("format", "version", "run", "stream", "sample_index", "digest", "total_tokens", "run_uid", "generation"),
+        *(
+            "format",
+            "version",
+            "run",
+            "stream",
+            "sample_index",
+            "digest",
+            "total_tokens",
+            "run_uid",
+            "generation",
+        ),
         *("seed", "order_version", "config_digest", "manifest_digest", "tokenizer", "resume_state"),
         *("counts", "real_tokens", "resume_state.version", "resume_state.mixture"),
-        *(f"resume_state.{field}" for field in ("sample_index", "digest", "total_tokens", "datasets", "nodes")),
+        *(
+            f"resume_state.{field}"
+            for field in ("sample_index", "digest", "total_tokens", "datasets", "nodes")
+        ),
         *("resume_state.datasets.1.shard", "resume_state.datasets.1.rows"),
     ],
 )
@@ -413,16 +515,34 @@ PLACE = (
 IN_A_FILE: dict[str, Any] = {"epoch": 0, "shard_index": 0, "row_offset": 3, "row_token_offset": 0}
 IN_A_WINDOW: dict[str, Any] = {"epoch": 0, "window": 0, "window_row": 3, "row_token_offset": 0}
 IN_AN_EPOCH: dict[str, Any] = {"epoch": 0, "epoch_rows": 4}
-IN_PACKED_ROWS: dict[str, Any] = {"epoch": 0, "shard": "data/code-0.parquet", "shard_index": 0, "row_offset": 3} | {
-    "packed_samples": 3
-}
+IN_PACKED_ROWS: dict[str, Any] = {
+    "epoch": 0,
+    "shard": "data/code-0.parquet",
+    "shard_index": 0,
+    "row_offset": 3,
+} | {"packed_samples": 3}
 NO_MORE = "samples is {samples}, but it has no "
 PLACES: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
-    ({}, "0", IN_A_WINDOW, "0: it has window_row, but where this run's source stands is said by row_offset"),
-    ({}, "0", IN_AN_EPOCH, "0: it has epoch_rows, but where this run's source stands is said by row_offset"),
+    (
+        {},
+        "0",
+        IN_A_WINDOW,
+        "0: it has window_row, but where this run's source stands is said by row_offset",
+    ),
+    (
+        {},
+        "0",
+        IN_AN_EPOCH,
+        "0: it has epoch_rows, but where this run's source stands is said by row_offset",
+    ),
     ({}, "0", {}, f"0: {NO_MORE}row_offset"),
     ({"shuffle": "rows"}, "0", {}, f"0: {NO_MORE}window_row"),
-    ({"shuffle": "rows"}, "0", {**IN_A_FILE, "shard": "data/code-0.parquet"}, "0: it has row_offset, but"),
+    (
+        {"shuffle": "rows"},
+        "0",
+        {**IN_A_FILE, "shard": "data/code-0.parquet"},
+        "0: it has row_offset, but",
+    ),
     ({"lanes": 2}, "0.lanes.1", {}, "lanes.1: samples is "),
     ({"lanes": 2}, "0.lanes.1", IN_A_WINDOW, "lanes.1: it has window_row, but"),
     ({"lanes": 2}, "0.lanes.1", IN_AN_EPOCH, "lanes.1: it stands in an epoch, as no lane does"),
@@ -475,7 +595,9 @@ def test_states_of_two_runs_cannot_be_mixed(case: Case) -> None:
             datasets[i]["samples"] += sign
             datasets[i]["token_offset"] += sign * 8
 
-    with pytest.raises(SnapshotInvalid, match=r"resume_state.nodes.0.0: .* is not what source 0 says itself"):
+    with pytest.raises(
+        SnapshotInvalid, match=r"resume_state.nodes.0.0: .* is not what source 0 says itself"
+    ):
         case.parse(case.changed(change))
 
 
@@ -488,7 +610,9 @@ def test_an_inner_node_must_count_what_its_children_count(case: Case) -> None:
         document["resume_state"]["datasets"][1]["samples"] += 1
         document["resume_state"]["datasets"][1]["token_offset"] += 8
 
-    with pytest.raises(SnapshotInvalid, match=r"resume_state.nodes.0.2: .* is not what node 1 says itself"):
+    with pytest.raises(
+        SnapshotInvalid, match=r"resume_state.nodes.0.2: .* is not what node 1 says itself"
+    ):
         case.parse(case.changed(change))
 
 
@@ -506,7 +630,12 @@ def test_a_swapped_resume_state_is_refused_where_the_ledger_keeps_it_too(case: C
 
 
 def start_of(run: str = "test", **fields: Any) -> str:
-    document = {"format": SNAPSHOT_FORMAT, "version": SNAPSHOT_VERSION, "run": run, "stream": "train"}
+    document = {
+        "format": SNAPSHOT_FORMAT,
+        "version": SNAPSHOT_VERSION,
+        "run": run,
+        "stream": "train",
+    }
     return seal(document | {"sample_index": 0, "total_tokens": 0, "digest": "0" * 32} | fields)
 
 
@@ -516,7 +645,14 @@ def test_the_state_of_a_run_that_has_not_begun_is_sample_0(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"sample_index": 1}, {"total_tokens": 8}, {"digest": "0" * 31 + "1"}, {"run": "other"}, {"seed": 8}]
+    "fields",
+    [
+        {"sample_index": 1},
+        {"total_tokens": 8},
+        {"digest": "0" * 31 + "1"},
+        {"run": "other"},
+        {"seed": 8},
+    ],
 )
 def test_only_sample_0_needs_no_resume_state(case: Case, fields: dict[str, Any]) -> None:
     with pytest.raises(SnapshotInvalid):

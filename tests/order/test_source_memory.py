@@ -41,7 +41,9 @@ def bound(sources: int, form: str, shuffle: str) -> int:
 @pytest.mark.parametrize("shuffle", ["none", "rows"])
 @pytest.mark.parametrize("form", ["arrow", "parquet"])
 @pytest.mark.parametrize("sources", [3, 40, 1000])
-def test_sources_take_no_more_than_the_formula(sources: int, form: str, shuffle: str, tmp_path: Path) -> None:
+def test_sources_take_no_more_than_the_formula(
+    sources: int, form: str, shuffle: str, tmp_path: Path
+) -> None:
     rows = np.random.default_rng(0).integers(1, 2**15, ROWS * ROW_IDS).astype(np.uint16)
     ids = pa.ListArray.from_arrays(np.arange(0, len(rows) + 1, ROW_IDS, dtype=np.int32), rows)
     table, first = pa.table({"ids": ids}), tmp_path / "0" / f"ids.{form}"
@@ -55,8 +57,12 @@ def test_sources_take_no_more_than_the_formula(sources: int, form: str, shuffle:
     for source in range(1, sources):
         os.link(first, tmp_path / str(source) / first.name)
     command = [sys.executable, __file__, str(tmp_path), str(sources), form, shuffle]
-    taken = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
-    assert taken <= bound(sources, form, shuffle), f"{taken / MIB:.1f} of {bound(sources, form, shuffle) / MIB:.1f} MiB"
+    taken = int(
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    )
+    assert taken <= bound(sources, form, shuffle), (
+        f"{taken / MIB:.1f} of {bound(sources, form, shuffle) / MIB:.1f} MiB"
+    )
 
 
 def most_taken(folder: Path, sources: int, form: str, shuffle: str) -> int:
@@ -73,11 +79,18 @@ def most_taken(folder: Path, sources: int, form: str, shuffle: str) -> int:
             "children": [{"source": spec, "epochs": "inf", "shuffle": shuffle} for spec in specs],
         },
     }
-    order = builder.create(mixture_file.parse(document, where="memory", catalog=open_catalog()), folder, None)
+    order = builder.create(
+        mixture_file.parse(document, where="memory", catalog=open_catalog()), folder, None
+    )
     before, most = anonymous(), 0
     pipeline = order.pipeline(order.initial())
     while pipeline.sample_index * LENGTH < 2 * sources * ROWS * ROW_IDS:
-        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=BATCH, group_micro_steps=STEPS)
+        plan = BatchPlan(
+            start_index=pipeline.sample_index,
+            world_size=1,
+            batch_size=BATCH,
+            group_micro_steps=STEPS,
+        )
         group = pipeline.begin_group(plan)
         pipeline.fill(group, STEPS)
         most = max(most, anonymous() - before)

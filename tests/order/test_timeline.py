@@ -36,7 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_corpus(tmp_path_factory.mktemp("corpus"))
     write_parquet(folder / "data/extra.parquet", [[i % 200] * (i % 17) for i in range(60)])
     (folder / "out.jsonl").write_text(
-        "".join(json.dumps({"spec": "code", "shard": "data/code-1.parquet", "row": row}) + "\n" for row in (1, 2, 7, 8))
+        "".join(
+            json.dumps({"spec": "code", "shard": "data/code-1.parquet", "row": row}) + "\n"
+            for row in (1, 2, 7, 8)
+        )
     )
     return folder
 
@@ -70,7 +73,10 @@ def _end(timeline: Timeline) -> State:
 
 def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -> None:
     (folder / "more.jsonl").write_text(
-        "".join(json.dumps({"spec": CODE, "shard": "data/code-0.parquet", "row": row}) + "\n" for row in (4, 5))
+        "".join(
+            json.dumps({"spec": CODE, "shard": "data/code-0.parquet", "row": row}) + "\n"
+            for row in (4, 5)
+        )
     )
     timeline = revised(Timeline(order_of(folder)), 5, exclude={"file": "out.jsonl"})
     timeline = revised(timeline, 10, set=[{"child": "code", "alias": "programs"}])
@@ -78,7 +84,10 @@ def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -
     for found in (timeline, Timeline(timeline.first, timeline.revisions)):
         counts = [found.at(index).record.excluded.count(CODE) for index in (0, 5, 10, 15)]
         assert counts == [0, 4, 4, 6]
-        assert [file.path for file in found.at(15).record.excluded.files] == ["out.jsonl", "more.jsonl"]
+        assert [file.path for file in found.at(15).record.excluded.files] == [
+            "out.jsonl",
+            "more.jsonl",
+        ]
 
 
 def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
@@ -89,19 +98,35 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
             {"until_tokens": 200, "sequence_length": 16},
             {
                 "sequence_length": 4,
-                "mixture": {"policy": "weighted", "children": [{"source": DOCS}, {"source": EXTRA}]},
+                "mixture": {
+                    "policy": "weighted",
+                    "children": [{"source": DOCS}, {"source": EXTRA}],
+                },
             },
         ],
     )
     timeline = Timeline(order_of(folder, document))
     # 12 samples of 8, then 7 of 16, the first multiples at or behind the tokens asked for.
-    assert [(segment.begin, segment.tokens) for segment in timeline.segments] == [(0, 0), (12, 96), (19, 208)]
-    assert [timeline.index_at(tokens) for tokens in (0, 90, 96, 97, 208, 209)] == [0, 12, 12, 13, 19, 20]
+    assert [(segment.begin, segment.tokens) for segment in timeline.segments] == [
+        (0, 0),
+        (12, 96),
+        (19, 208),
+    ]
+    assert [timeline.index_at(tokens) for tokens in (0, 90, 96, 97, 208, 209)] == [
+        0,
+        12,
+        12,
+        13,
+        19,
+        20,
+    ]
     states = walked(timeline)
     for at in (0, 11, 12, 13, 18, 19, 20, len(states) - 1):
         state = timeline.decode(states[at])
         assert state.total_tokens == timeline.tokens_at(at)
-        assert timeline.encode(advanced(timeline, state, len(states))) == timeline.encode(_end(timeline))
+        assert timeline.encode(advanced(timeline, state, len(states))) == timeline.encode(
+            _end(timeline)
+        )
     pipeline = timeline.pipeline(timeline.initial())
     plan = BatchPlan(start_index=0, world_size=1, batch_size=5, group_micro_steps=4)
     (group,) = filled(pipeline, plan)
@@ -113,10 +138,19 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"set": [{"child": "code", "max_tokens": 3}]}, "code: max_tokens is 3, which is less than one sample of 8"),
-        ({"set": [{"child": "nobody", "weight": 2}]}, "set.0.child: the mixture has no 'nobody'; it has"),
+        (
+            {"set": [{"child": "code", "max_tokens": 3}]},
+            "code: max_tokens is 3, which is less than one sample of 8",
+        ),
+        (
+            {"set": [{"child": "nobody", "weight": 2}]},
+            "set.0.child: the mixture has no 'nobody'; it has",
+        ),
         ({"set": [{"child": "code"}]}, "set.0: sets nothing of 'code'"),
-        ({"set": [{"child": "code", "policy": "weighted"}]}, "set.0.policy: a source has no policy"),
+        (
+            {"set": [{"child": "code", "policy": "weighted"}]},
+            "set.0.policy: a source has no policy",
+        ),
         ({"set": [{"child": "code", "weight": -1}]}, "mixture.children.0.weight"),
         ({"drop": ["mixture"]}, "is the whole mixture"),
         ({"add": [{"child": {"source": CODE}}]}, "is in the mixture already"),
@@ -128,33 +162,58 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
         ),
         ({"exclude": {"file": "/dev/stdin"}}, "exclude.file: '/dev/stdin' cannot be read"),
         ({"exclude": {"file": "a\x00b"}}, r"exclude.file: 'a\\x00b' cannot be read"),
-        ({"exclude": {"file": "data/code-0.parquet"}}, "'data/code-0.parquet' cannot be read as JSON lines"),
+        (
+            {"exclude": {"file": "data/code-0.parquet"}},
+            "'data/code-0.parquet' cannot be read as JSON lines",
+        ),
         ({"add": [{"child": {"source": "parquet:none-*.parquet:ids"}}]}, "no file matches"),
-        ({"add": [{"child": {"source": "parquet:\x00.parquet:ids"}}]}, r"child\.source: .* is U\+0000: leave it"),
-        ({"add": [{"child": {"source": f"parquet:{'x' * 900}:ids"}}]}, r"cannot be looked up \(File name too long\)"),
+        (
+            {"add": [{"child": {"source": "parquet:\x00.parquet:ids"}}]},
+            r"child\.source: .* is U\+0000: leave it",
+        ),
+        (
+            {"add": [{"child": {"source": f"parquet:{'x' * 900}:ids"}}]},
+            r"cannot be looked up \(File name too long\)",
+        ),
         (
             {"mixture": {"policy": "weighted", "children": [CHILD]}, "drop": ["code"]},
             "so set, add and drop must be left",
         ),
-        ({"add": [{"child": {"source": EXTRA, "presence": "dropped"}}]}, r"add\.0\.child\.presence: unknown key"),
+        (
+            {"add": [{"child": {"source": EXTRA, "presence": "dropped"}}]},
+            r"add\.0\.child\.presence: unknown key",
+        ),
         ({"append_files": ["docs"]}, "'docs' has no file that the run does not read already"),
         ({"set": [{"child": "code", "weight": 2}]}, "this changes nothing"),
         ({}, "this changes nothing"),
         ({"mixture": {"policy": "weighted", "children": []}}, "mixture"),
-        ({"mixture": {"policy": "weighted", "children": [{"source": CODE, "add_bos": True}]}}, "add_bos is not given"),
+        (
+            {"mixture": {"policy": "weighted", "children": [{"source": CODE, "add_bos": True}]}},
+            "add_bos is not given",
+        ),
     ],
 )
-def test_what_cannot_be_changed_is_refused_by_name(folder: Path, change: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_changed_is_refused_by_name(
+    folder: Path, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         revised(Timeline(order_of(folder)), 5, **change)
 
 
-def test_files_that_are_appended_come_behind_the_others_and_wake_their_source(tmp_path: Path) -> None:
+def test_files_that_are_appended_come_behind_the_others_and_wake_their_source(
+    tmp_path: Path,
+) -> None:
     folder = write_corpus(tmp_path)
     children = [{"source": CODE, "alias": "code", "weight": 9}, {"source": WIKI, "alias": "wiki"}]
-    timeline = Timeline(order_of(folder, mixture(mixture={"policy": "least_consumed", "children": children})))
+    timeline = Timeline(
+        order_of(folder, mixture(mixture={"policy": "least_consumed", "children": children}))
+    )
     write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
-    out = next(at for at, text in enumerate(walked(timeline)) if json.loads(text)["datasets"][0].get("exhausted"))
+    out = next(
+        at
+        for at, text in enumerate(walked(timeline))
+        if json.loads(text)["datasets"][0].get("exhausted")
+    )
     appended = revised(timeline, out + 1, append_files=["code"])
     both = revised(appended, out + 1, set=[{"child": "wiki", "weight": 2}])
     before, after = _end(timeline).sources[0], _end(appended).sources[0]
@@ -164,8 +223,12 @@ def test_files_that_are_appended_come_behind_the_others_and_wake_their_source(tm
 
 
 def test_a_phase_in_which_a_revision_begins_is_told_apart(folder: Path) -> None:
-    document = mixture(last_micro_step="pad", phases=[{"until_tokens": 80}, {"sequence_length": 16}])
-    timeline = revised(Timeline(order_of(folder, document)), 10, set=[{"child": "code", "weight": 9}])
+    document = mixture(
+        last_micro_step="pad", phases=[{"until_tokens": 80}, {"sequence_length": 16}]
+    )
+    timeline = revised(
+        Timeline(order_of(folder, document)), 10, set=[{"child": "code", "weight": 9}]
+    )
     (switch,) = timeline.switches(0)
     assert switch.end_reason is not None and "sample 10 begins phase 1" in switch.end_reason
     assert [(each.begin, each.phase, each.revision is None) for each in timeline.segments] == [
@@ -177,9 +240,15 @@ def test_a_phase_in_which_a_revision_begins_is_told_apart(folder: Path) -> None:
 def test_a_node_that_a_source_leaves_keeps_its_turn(folder: Path) -> None:
     children = [
         {"source": CODE, "alias": "code"},
-        {"policy": "round_robin", "alias": "inner", "children": [{"source": PROSE}, {"source": DOCS, "alias": "docs"}]},
+        {
+            "policy": "round_robin",
+            "alias": "inner",
+            "children": [{"source": PROSE}, {"source": DOCS, "alias": "docs"}],
+        },
     ]
-    timeline = Timeline(order_of(folder, mixture(mixture={"policy": "round_robin", "children": children})))
+    timeline = Timeline(
+        order_of(folder, mixture(mixture={"policy": "round_robin", "children": children}))
+    )
     timeline = revised(timeline, 20, drop=["docs"])
     timeline = revised(timeline, 20, add=[{"child": {"source": DOCS, "alias": "docs"}}])
     states = walked(timeline, 60)
@@ -191,7 +260,11 @@ def test_a_node_that_a_source_leaves_keeps_its_turn(folder: Path) -> None:
 
 
 def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
-    phases = [{"until_tokens": 90}, {"until_tokens": 95, "sequence_length": 4}, {"sequence_length": 16}]
+    phases = [
+        {"until_tokens": 90},
+        {"until_tokens": 95, "sequence_length": 4},
+        {"sequence_length": 16},
+    ]
     timeline = Timeline(order_of(folder, mixture(last_micro_step="pad", phases=phases)))
     assert [(each.begin, each.phase) for each in timeline.segments] == [(0, 0), (12, 2)]
     reached = advanced(timeline, timeline.initial(), 12)
@@ -202,36 +275,54 @@ def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"exclude": {"file": "out.jsonl"}}, {"set": [{"child": "code", "max_tokens": 400}]}]
 )
-def test_a_state_of_a_line_without_the_revision_is_refused(folder: Path, change: dict[str, Any]) -> None:
+def test_a_state_of_a_line_without_the_revision_is_refused(
+    folder: Path, change: dict[str, Any]
+) -> None:
     plain = Timeline(order_of(folder))
     timeline = revised(plain, 10, **change)
     states = [walked(each, 20) for each in (plain, timeline)]
     assert timeline.decode(states[0][9]) == timeline.decode(states[1][9])
-    with pytest.raises(SnapshotInvalid, match="at sample 10 has none, but in force there is the revision from sample"):
+    with pytest.raises(
+        SnapshotInvalid,
+        match="at sample 10 has none, but in force there is the revision from sample",
+    ):
         timeline.decode(states[0][10])
-    with pytest.raises(SnapshotInvalid, match="has the revision from sample 10 on, but in force there is none"):
+    with pytest.raises(
+        SnapshotInvalid, match="has the revision from sample 10 on, but in force there is none"
+    ):
         plain.decode(states[1][20])
 
 
 def test_another_mixture_in_the_last_phase_does_not_move_the_end_of_the_run(folder: Path) -> None:
-    timeline = Timeline(order_of(folder, mixture(phases=[{"until_tokens": 160}, {"until_tokens": 400}])))
+    timeline = Timeline(
+        order_of(folder, mixture(phases=[{"until_tokens": 160}, {"until_tokens": 400}]))
+    )
     root = {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}
     for given, ends in ((root, 400), (root | {"max_tokens": 320}, 320)):
         changed = revised(timeline, 30, mixture=given)
-        assert [name for name in json.loads(changed.revisions[0].content)["changes"] if "max_tokens" in name] == (
-            [] if ends == 400 else ["node 0: max_tokens 400 → 320"]
-        )
+        assert [
+            name
+            for name in json.loads(changed.revisions[0].content)["changes"]
+            if "max_tokens" in name
+        ] == ([] if ends == 400 else ["node 0: max_tokens 400 → 320"])
         assert json.loads(walked(changed)[-1])["nodes"] and len(walked(changed)) == ends // 8 + 1
     # Before the last phase, too: it brings the end itself.
     assert len(walked(revised(timeline, 3, mixture=root))) == 51
 
 
-def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since(tmp_path: Path) -> None:
+def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since(
+    tmp_path: Path,
+) -> None:
     write_corpus(tmp_path)
     write_parquet(tmp_path / "data/extra.parquet", [[5] * 20] * 20)
     first = order_of(tmp_path, mixture())
     write_parquet(tmp_path / "data/code-2.parquet", [[6] * 9] * 8)
-    timeline = revised(Timeline(first), 4, add=[{"child": {"source": EXTRA, "alias": "extra"}}], append_files=["code"])
+    timeline = revised(
+        Timeline(first),
+        4,
+        add=[{"child": {"source": EXTRA, "alias": "extra"}}],
+        append_files=["code"],
+    )
     timeline = revised(timeline, 9, set=[{"child": "code", "weight": 7}])
     pipeline = timeline.pipeline(timeline.initial())
     pipeline.advance(30)
@@ -254,13 +345,22 @@ def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since
 def test_what_left_with_its_node_comes_back_where_it_stood(folder: Path) -> None:
     plain = Timeline(order_of(folder, mixture()))
     gone = revised(plain, 20, drop=["rest"])
-    assert {s.source for s in gone.at(20).config.sources if s.presence == "dropped"} == {PROSE, WIKI}
+    assert {s.source for s in gone.at(20).config.sources if s.presence == "dropped"} == {
+        PROSE,
+        WIKI,
+    }
     with pytest.raises(ConfigError, match=r"set\.0\.child: the mixture has no 'parquet|txt"):
         revised(gone, 21, set=[{"child": PROSE, "weight": 3}])
     alone = revised(gone, 30, add=[{"child": {"source": WIKI}}])
-    both = {"policy": "round_robin", "alias": "rest", "children": [{"source": WIKI}, {"source": PROSE}]}
+    both = {
+        "policy": "round_robin",
+        "alias": "rest",
+        "children": [{"source": WIKI}, {"source": PROSE}],
+    }
     node = revised(gone, 30, add=[{"child": both}])
-    assert [node.alias for node in node.at(30).config.nodes] == [None, "rest"], "the old node is of nothing any more"
+    assert [node.alias for node in node.at(30).config.nodes] == [None, "rest"], (
+        "the old node is of nothing any more"
+    )
     for timeline, sources in ((alone, (WIKI,)), (node, (WIKI, PROSE))):
         pipeline = timeline.pipeline(timeline.initial())
         pipeline.advance(20)
@@ -274,18 +374,30 @@ def test_what_left_with_its_node_comes_back_where_it_stood(folder: Path) -> None
                 == left.sources[timeline.at(20).record.specs.index(spec)]
             )
         pipeline.advance(1000)
-        assert pipeline.ended and timeline.decode(timeline.encode(pipeline.state())) == pipeline.state()
-        assert all(pipeline.state().sources[timeline.at(30).record.specs.index(spec)].exhausted for spec in sources)
+        assert (
+            pipeline.ended
+            and timeline.decode(timeline.encode(pipeline.state())) == pipeline.state()
+        )
+        assert all(
+            pipeline.state().sources[timeline.at(30).record.specs.index(spec)].exhausted
+            for spec in sources
+        )
 
 
 def test_a_change_that_a_phase_ends_says_so(folder: Path) -> None:
-    phases = [{"until_tokens": 160}, {"until_tokens": 240}, {"mixture": {"policy": "weighted", "children": [CHILD]}}]
+    phases = [
+        {"until_tokens": 160},
+        {"until_tokens": 240},
+        {"mixture": {"policy": "weighted", "children": [CHILD]}},
+    ]
     timeline = Timeline(order_of(folder, mixture(phases=phases)))
     for at, told in ((5, True), (29, True), (30, False)):
-        changes = json.loads(revised(timeline, at, set=[{"child": "code", "weight": 7}]).revisions[0].content)[
-            "changes"
-        ]
-        assert (changes[-1] == "until sample 30, where phase 2 begins with a mixture of its own") == told
+        changes = json.loads(
+            revised(timeline, at, set=[{"child": "code", "weight": 7}]).revisions[0].content
+        )["changes"]
+        assert (
+            changes[-1] == "until sample 30, where phase 2 begins with a mixture of its own"
+        ) == told
 
 
 def test_a_state_tells_what_is_still_to_come(folder: Path) -> None:
@@ -299,7 +411,10 @@ def test_a_state_tells_what_is_still_to_come(folder: Path) -> None:
 
 def test_what_a_revision_dropped_stays_dropped_in_a_phase_that_has_it(folder: Path) -> None:
     both = {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}
-    document = mixture(mixture=both, phases=[{"until_tokens": 160}, {"mixture": {**both, "policy": "least_consumed"}}])
+    document = mixture(
+        mixture=both,
+        phases=[{"until_tokens": 160}, {"mixture": {**both, "policy": "least_consumed"}}],
+    )
     plain = Timeline(order_of(folder, document))
     timeline = revised(plain, 5, drop=["code"])
     assert [source.presence for source in timeline.at(30).config.sources] == ["live", "dropped"]
@@ -307,18 +422,25 @@ def test_what_a_revision_dropped_stays_dropped_in_a_phase_that_has_it(folder: Pa
     assert [source.presence for source in again.at(30).config.sources] == ["live", "live"]
     # One that an earlier phase just does not have comes with the phase that has it.
     one = mixture(
-        mixture={"policy": "weighted", "children": [{"source": WIKI}]}, phases=[{"until_tokens": 80}, {"mixture": both}]
+        mixture={"policy": "weighted", "children": [{"source": WIKI}]},
+        phases=[{"until_tokens": 80}, {"mixture": both}],
     )
-    assert [source.presence for source in Timeline(order_of(folder, one)).at(30).config.sources] == ["live", "live"]
+    assert [
+        source.presence for source in Timeline(order_of(folder, one)).at(30).config.sources
+    ] == ["live", "live"]
 
 
 def test_a_run_ends_with_the_first_whole_sample_at_its_last_phases_end(folder: Path) -> None:
-    timeline = Timeline(order_of(folder, mixture(phases=[{"until_tokens": 83}, {"until_tokens": 203}])))
+    timeline = Timeline(
+        order_of(folder, mixture(phases=[{"until_tokens": 83}, {"until_tokens": 203}]))
+    )
     assert timeline.segments[1].tokens == 88
     assert _end(timeline).total_tokens == 208
 
 
-def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as_they_were(folder: Path) -> None:
+def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as_they_were(
+    folder: Path,
+) -> None:
     document = mixture(
         packing="best_fit",
         sequence_length=32,
@@ -330,7 +452,10 @@ def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as
         pipeline, found = timeline.pipeline(timeline.initial()), []
         plan = BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=4)
         for group in filled(pipeline, plan):
-            found += [set(timeline.first.form.ids(sample).tolist()) for sample in group.ids(0, 0, len(group.marks))]
+            found += [
+                set(timeline.first.form.ids(sample).tolist())
+                for sample in group.ids(0, 0, len(group.marks))
+            ]
         given[timeline is plain] = found
         assert "packed_samples" in walked(timeline)[4]
     assert given[True][:3] == given[False][:3]
@@ -342,7 +467,11 @@ def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as
 def test_files_that_are_appended_to_a_packed_source_repeat_and_lose_nothing(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path)
     children = [{"source": CODE, "alias": "code"}]
-    document = mixture(packing="best_fit", sequence_length=16, mixture={"policy": "sequential", "children": children})
+    document = mixture(
+        packing="best_fit",
+        sequence_length=16,
+        mixture={"policy": "sequential", "children": children},
+    )
     order = order_of(folder, document)
     write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
     plain = Timeline(order)
@@ -355,7 +484,9 @@ def test_files_that_are_appended_to_a_packed_source_repeat_and_lose_nothing(tmp_
 
 
 @pytest.mark.parametrize(("epochs", "other"), [(1.5, 2), (2, 1.5), (1.5, 2.5)])
-def test_a_part_of_an_epoch_of_packed_windows_cannot_become_another(folder: Path, epochs: float, other: float) -> None:
+def test_a_part_of_an_epoch_of_packed_windows_cannot_become_another(
+    folder: Path, epochs: float, other: float
+) -> None:
     children = [{"source": CODE, "alias": "code", "epochs": epochs}]
     document = mixture(packing="best_fit", mixture={"policy": "sequential", "children": children})
     says = f"code: epochs is {epochs:g} and would be {other:g}, but with packing: best_fit"
@@ -384,7 +515,10 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
     given = (
         end.tokens
         - 160
-        - (end.row_counts.padding_tokens - timeline.decode(states[10]).sources[0].row_counts.padding_tokens)
+        - (
+            end.row_counts.padding_tokens
+            - timeline.decode(states[10]).sources[0].row_counts.padding_tokens
+        )
     )
     assert given == sum(len(row) + 1 for shard in ROWS[CODE] for row in shard if row)
 
@@ -392,16 +526,28 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"add": [{"child": {"source": EXTRA, "loss_mask": "ids"}, "to": "rest"}]}, "began without a source that has"),
-        ({"mixture": {"policy": "weighted", "children": [CHILD], "packing": "none"}}, "packing: unknown key"),
+        (
+            {"add": [{"child": {"source": EXTRA, "loss_mask": "ids"}, "to": "rest"}]},
+            "began without a source that has",
+        ),
+        (
+            {"mixture": {"policy": "weighted", "children": [CHILD], "packing": "none"}},
+            "packing: unknown key",
+        ),
     ],
 )
-def test_how_samples_are_packed_cannot_be_revised(folder: Path, change: dict[str, Any], says: str) -> None:
+def test_how_samples_are_packed_cannot_be_revised(
+    folder: Path, change: dict[str, Any], says: str
+) -> None:
     timeline = Timeline(order_of(folder, mixture(packing="best_fit")))
     with pytest.raises(ConfigError, match=says):
         revised(timeline, 5, **change)
-    with pytest.raises(ConfigError, match=r"packing: the run began with \"best_fit\", the file has \"none\""):
+    with pytest.raises(
+        ConfigError, match=r"packing: the run began with \"best_fit\", the file has \"none\""
+    ):
         refuse(
             parsed(mixture(packing="none")),
-            differences(parsed(mixture(packing="none")), json.loads(timeline.first.record.to_json())),
+            differences(
+                parsed(mixture(packing="none")), json.loads(timeline.first.record.to_json())
+            ),
         )

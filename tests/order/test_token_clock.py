@@ -30,7 +30,12 @@ def order(folder: Path) -> PipelineFactory:
 
 
 def entry(spec: str, row_offset: int, token_offset: int | None = None) -> dict[str, Any]:
-    fields = {"spec": spec, "shard": SHARDS.get(spec, "gone"), "row_offset": row_offset, "row_offset_of": "shard"}
+    fields = {
+        "spec": spec,
+        "shard": SHARDS.get(spec, "gone"),
+        "row_offset": row_offset,
+        "row_offset_of": "shard",
+    }
     return fields | ({} if token_offset is None else {"token_offset": token_offset})
 
 
@@ -43,7 +48,9 @@ CLOCK_FIRST = {"total_tokens": CLOCK, "sample_index": 5, "context_length": 64}
 
 def imported(timeline: Timeline, **more: Any) -> State:
     """A state that begins with ``ALL``, by the clock of the payload."""
-    return state_of(import_into(timeline, {"resume_state": {"datasets": ALL}, "total_tokens": CLOCK, **more}))
+    return state_of(
+        import_into(timeline, {"resume_state": {"datasets": ALL}, "total_tokens": CLOCK, **more})
+    )
 
 
 def ended(timeline: Timeline, state: State) -> tuple[State, str]:
@@ -61,17 +68,41 @@ def ended(timeline: Timeline, state: State) -> tuple[State, str]:
     ("document", "tokens", "said"),
     [
         ({"resume_state": {"datasets": ALL}} | CLOCK_FIRST, CLOCK, "as the older checkpoint says"),
-        ({"resume_state": {"datasets": REMOVED} | CLOCK_FIRST}, CLOCK, "as the older checkpoint says"),
-        ({"resume_state": {"datasets": ALL}}, 83 + 44 + 17, "the sum of the older checkpoint's token_offset"),
-        ({"resume_state": {"datasets": REMOVED}, "sample_index": 9, "context_length": 8}, 5145, "the sum of the older"),
+        (
+            {"resume_state": {"datasets": REMOVED} | CLOCK_FIRST},
+            CLOCK,
+            "as the older checkpoint says",
+        ),
+        (
+            {"resume_state": {"datasets": ALL}},
+            83 + 44 + 17,
+            "the sum of the older checkpoint's token_offset",
+        ),
+        (
+            {"resume_state": {"datasets": REMOVED}, "sample_index": 9, "context_length": 8},
+            5145,
+            "the sum of the older",
+        ),
         (
             {"resume_state": {"datasets": MISSING, "sample_index": 50, "block_size": 2000}},
             CLOCK - 3,
             "sample_index × context_length",
         ),
-        ({"resume_state": {"datasets": MISSING}, "sample_index": 50, "max_seq_len": 2000}, CLOCK - 3, "sample_index ×"),
-        ({"resume_state": {"datasets": MISSING}, "sample_index": 50}, 120, "those of the samples; where its clock was"),
-        ({"resume_state": {"datasets": MISSING}, "context_length": 50}, 120, "those of the samples"),
+        (
+            {"resume_state": {"datasets": MISSING}, "sample_index": 50, "max_seq_len": 2000},
+            CLOCK - 3,
+            "sample_index ×",
+        ),
+        (
+            {"resume_state": {"datasets": MISSING}, "sample_index": 50},
+            120,
+            "those of the samples; where its clock was",
+        ),
+        (
+            {"resume_state": {"datasets": MISSING}, "context_length": 50},
+            120,
+            "those of the samples",
+        ),
         (
             {"resume_state": {"datasets": [entry(CODE, 3), entry(DOCS, 4)]}, "total_tokens": 0},
             0,
@@ -79,7 +110,11 @@ def ended(timeline: Timeline, state: State) -> tuple[State, str]:
         ),
         ({"sample_index": 37, "total_tokens": CLOCK}, CLOCK, "as the older checkpoint says"),
         ({"sample_index": 37, "sequence_length": 2048}, 37 * 2048, "sample_index × context_length"),
-        ({"resume_state": {"sample_index": 37, "total_tokens": 12}}, 12, "as the older checkpoint says"),
+        (
+            {"resume_state": {"sample_index": 37, "total_tokens": 12}},
+            12,
+            "as the older checkpoint says",
+        ),
         (
             {"resume_state": {"datasets": ALL, "total_tokens": 9}, "total_tokens": None},
             9,
@@ -95,7 +130,10 @@ def test_the_clock_is_what_the_payload_can_tell_of_it(
     point = import_into(timeline, document)
     assert point.total_tokens == tokens
     # Whatever the clock is, counters are the sources' own.
-    assert point.base is not None and sum(s.tokens for s in point.base.sources) == point.base.sample_index * LENGTH
+    assert (
+        point.base is not None
+        and sum(s.tokens for s in point.base.sources) == point.base.sample_index * LENGTH
+    )
     assert point.notes[-1].startswith(f"resume: total_tokens={tokens} (")
     assert said in point.notes[-1]
     by_clock = timeline.with_clock(point.base.clock_offset)
@@ -131,7 +169,11 @@ def test_each_state_after_it_is_checked_as_linear_plus_offset(order: PipelineFac
         between = timeline.decode(text)
         assert timeline.with_clock(between.clock_offset).encode(between) == text
         assert ended(timeline, between)[0] == end
-        for field, by in (("total_tokens", 8), ("clock_offset", 1), ("clock_offset", -state.clock_offset)):
+        for field, by in (
+            ("total_tokens", 8),
+            ("clock_offset", 1),
+            ("clock_offset", -state.clock_offset),
+        ):
             document = json.loads(text)
             document[field] += by
             with pytest.raises(SnapshotInvalid, match="total_tokens is"):
@@ -143,7 +185,11 @@ def test_each_state_after_it_is_checked_as_linear_plus_offset(order: PipelineFac
 
 def test_phases_go_by_the_clock(folder: Path) -> None:
     later = {"policy": "weighted", "children": [{"source": WIKI}, {"source": PROSE}]}
-    phases = [{"until_tokens": 90_000}, {"until_tokens": CLOCK + 100}, {"until_tokens": CLOCK + 230, "mixture": later}]
+    phases = [
+        {"until_tokens": 90_000},
+        {"until_tokens": CLOCK + 100},
+        {"until_tokens": CLOCK + 230, "mixture": later},
+    ]
     timeline = Timeline(order_of(folder, mixture(phases=phases, last_micro_step="pad")))
     state = imported(timeline)
     by_clock = timeline.with_clock(state.clock_offset)
@@ -152,12 +198,19 @@ def test_phases_go_by_the_clock(folder: Path) -> None:
     assert by_clock.tokens_at(begin - 1) < CLOCK + 100 <= by_clock.tokens_at(begin)
     end, why = ended(timeline, state)
     # To the first whole sample at the last phase's end, and the mixture of each phase until then.
-    assert (end.total_tokens - CLOCK, why) == (29 * LENGTH, f"the last phase ends at {CLOCK + 230:,} tokens")
+    assert (end.total_tokens - CLOCK, why) == (
+        29 * LENGTH,
+        f"the last phase ends at {CLOCK + 230:,} tokens",
+    )
     given = [now.samples - was.samples for now, was in zip(end.sources, state.sources, strict=True)]
     assert sum(given[:2]) <= begin - state.sample_index == 13
     assert by_clock.index_at(CLOCK + 230) == end.sample_index
     plan = Planner().plan(by_clock, state, None)
-    assert (plan.from_tokens, plan.until_tokens, plan.until_sample_index) == (CLOCK, end.total_tokens, end.sample_index)
+    assert (plan.from_tokens, plan.until_tokens, plan.until_sample_index) == (
+        CLOCK,
+        end.total_tokens,
+        end.sample_index,
+    )
 
 
 def test_a_phase_of_another_length_is_the_one_that_the_clock_is_in(folder: Path) -> None:
@@ -172,16 +225,23 @@ def test_a_phase_of_another_length_is_the_one_that_the_clock_is_in(folder: Path)
 
 
 @pytest.mark.parametrize("revise", [False, True])
-def test_the_budget_of_the_mixture_is_the_runs_and_limits_below_are_the_sources_own(folder: Path, revise: bool) -> None:
+def test_the_budget_of_the_mixture_is_the_runs_and_limits_below_are_the_sources_own(
+    folder: Path, revise: bool
+) -> None:
     document = mixture()
     document["mixture"]["max_tokens"] = CLOCK + 160
     document["mixture"]["children"][1]["max_tokens"] = 56
     timeline = Timeline(order_of(folder, document))
     state = imported(timeline)
     if revise:
-        timeline = revised(timeline.with_clock(state.clock_offset), 21, set=[{"child": "code", "weight": 3}])
+        timeline = revised(
+            timeline.with_clock(state.clock_offset), 21, set=[{"child": "code", "weight": 3}]
+        )
     end, why = ended(timeline, state)
-    assert (end.total_tokens, why) == (CLOCK + 160, f"the mixture has given its max_tokens of {CLOCK + 160:,}")
+    assert (end.total_tokens, why) == (
+        CLOCK + 160,
+        f"the mixture has given its max_tokens of {CLOCK + 160:,}",
+    )
     assert end.sources[1].tokens == 56
     plan = Planner().plan(timeline.with_clock(state.clock_offset), state, None)
     assert plan.until_tokens == end.total_tokens
@@ -198,7 +258,9 @@ def test_a_budget_that_the_clock_is_beyond_gives_nothing(folder: Path) -> None:
 def test_scheduled_weights_go_by_the_clock(folder: Path) -> None:
     points = [[0, 1], [CLOCK + 80, 1], [CLOCK + 81, 0]]
     children = [{"source": CODE, "weight": points}, {"source": DOCS, "weight": 1}]
-    timeline = Timeline(order_of(folder, mixture(mixture={"policy": "schedule", "children": children})))
+    timeline = Timeline(
+        order_of(folder, mixture(mixture={"policy": "schedule", "children": children}))
+    )
     state = imported(timeline)
     pipeline = timeline.with_clock(state.clock_offset).pipeline(state)
     given = []
@@ -226,7 +288,10 @@ def test_a_revision_is_found_by_the_clock(order: PipelineFactory) -> None:
 def test_a_clock_that_phases_cannot_have_there_is_refused(folder: Path) -> None:
     phases = [{"until_tokens": 400}, {"sequence_length": 16}]
     timeline = Timeline(order_of(folder, mixture(phases=phases, last_micro_step="pad")))
-    with pytest.raises(SnapshotInvalid, match="total_tokens: found 500 at sample_index 37, before which the mixture"):
+    with pytest.raises(
+        SnapshotInvalid,
+        match="total_tokens: found 500 at sample_index 37, before which the mixture",
+    ):
         import_into(timeline, {"sample_index": 37, "total_tokens": 500})
     # Beyond the change altogether it can.
     assert import_into(timeline, {"sample_index": 37, "total_tokens": 5000}).total_tokens == 5000

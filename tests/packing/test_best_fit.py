@@ -67,7 +67,9 @@ def windows(case: BestFit) -> Iterator[list[tuple[int, int, int, list[int]]]]:
     for rows in case.rows():
         window: list[tuple[int, int, int, list[int]]] = []
         for row in rows:
-            closes = window and any(window[-1][1] < closed <= row[1] for closed in case.closed_before)
+            closes = window and any(
+                window[-1][1] < closed <= row[1] for closed in case.closed_before
+            )
             tokens = sum(len(ids) for *_, ids in window)
             if closes or len(window) == case.window.rows or tokens >= case.window.tokens:
                 yield window
@@ -89,8 +91,12 @@ def expected(case: BestFit) -> Iterator[Sample]:
         bins = [sorted(each) for each in fitted(segments, width)]
         epoch, shard, first, _ = window[0]
         key = draw(draw(SEED, Purpose.PACK, SOURCE_ID, epoch), Purpose.PACK, shard, first)
-        bins = [bins[i] for _, i in sorted((draw(key, Purpose.PACK, 0, i), i) for i in range(len(bins)))]
-        given_out = [[each for each in its if window[each[0]][1:3] not in case.excluded] for its in bins]
+        bins = [
+            bins[i] for _, i in sorted((draw(key, Purpose.PACK, 0, i), i) for i in range(len(bins)))
+        ]
+        given_out = [
+            [each for each in its if window[each[0]][1:3] not in case.excluded] for its in bins
+        ]
         last = max((i for i, its in enumerate(given_out) if its), default=None)
         for rank, its in enumerate(given_out):
             if not its:
@@ -140,7 +146,9 @@ def test_samples_places_and_counters_are_those_of_the_definition(case: BestFit) 
 
 @given(cases, st.integers(1, 9))
 @settings(max_examples=40, deadline=None)
-def test_a_packer_goes_on_from_every_sample_whatever_the_chunks(case: BestFit, chunk_rows: int) -> None:
+def test_a_packer_goes_on_from_every_sample_whatever_the_chunks(
+    case: BestFit, chunk_rows: int
+) -> None:
     case.check_that_it_goes_on_from_every_sample(chunk_rows)
 
 
@@ -157,7 +165,11 @@ def test_rows_that_are_excluded_within_a_window_do_not_move_the_others(
     before, now = case.samples(20, state), changed.samples(20, state)
     # What comes is what would have come, without the row's tokens.
     shard, at = more
-    gone = case.shards[shard][at] if shard < len(case.shards) and at < len(case.shards[shard]) else None
+    gone = (
+        case.shards[shard][at]
+        if shard < len(case.shards) and at < len(case.shards[shard])
+        else None
+    )
     if not gone:
         assert now == before
     for i in range(1, len(now) + 1):
@@ -184,14 +196,23 @@ def test_a_long_document_is_cut_into_full_samples_and_its_rest_is_packed() -> No
     case = BestFit(((tuple(range(9)), (20, 21)),), 4)
     found = case.samples(9)
     # Ten tokens: 4 + 4 + 2; the rest of it and the second, of three, do not fit together.
-    assert sorted(sample.ids for sample in found) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, EOT), (20, 21, EOT)]
+    assert sorted(sample.ids for sample in found) == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+        (8, EOT),
+        (20, 21, EOT),
+    ]
     assert found[-1].row_counts == RowCounts(padding_tokens=3, cut_documents=1)
 
 
 def test_a_state_after_more_samples_than_the_window_has_is_refused() -> None:
     case = BestFit((((1, 2, 3), (4, 5)),), 4)
-    with pytest.raises(SourceError, match=r"stands after 7 samples of the window .* row 0 of shard-0"):
-        case.samples(1, SourceState(cursor=PackedCursor(FileCursor(0, 0, 0), 7), samples=7, tokens=28))
+    with pytest.raises(
+        SourceError, match=r"stands after 7 samples of the window .* row 0 of shard-0"
+    ):
+        case.samples(
+            1, SourceState(cursor=PackedCursor(FileCursor(0, 0, 0), 7), samples=7, tokens=28)
+        )
 
 
 @pytest.mark.parametrize("epochs", [0.5, 1.0, math.inf])

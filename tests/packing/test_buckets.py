@@ -13,7 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.corpora import reread
-from support.features import LATENTS, MORE, SHAPES, document, latents, order_of, write_arrow, write_features
+from support.features import (
+    LATENTS,
+    MORE,
+    SHAPES,
+    document,
+    latents,
+    order_of,
+    write_arrow,
+    write_features,
+)
 from support.timelines import revised
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, SourceError
@@ -55,10 +64,19 @@ def steps(pipeline: Pipeline, world_size: int = 1, group_micro_steps: int = 3) -
         group = pipeline.begin_group(plan)
         pipeline.fill(group, group_micro_steps)
         for step in range(len(group.marks)):
-            assert len(set(group.source_ids[:, step].ravel().tolist())) == 1, "a step is of one source"
+            assert len(set(group.source_ids[:, step].ravel().tolist())) == 1, (
+                "a step is of one source"
+            )
             ranks = sorted(range(world_size), key=lambda rank: group.slice_of(step, rank))
-            samples = [bytes(sample) for rank in ranks for sample in group.ids(rank, step, step + 1)]
-            yield Step(int(group.source_ids[0, step, 0]), group.batch_of(step), samples, group.state_after(step))
+            samples = [
+                bytes(sample) for rank in ranks for sample in group.ids(rank, step, step + 1)
+            ]
+            yield Step(
+                int(group.source_ids[0, step, 0]),
+                group.batch_of(step),
+                samples,
+                group.state_after(step),
+            )
 
 
 def numbers_of(step: Step) -> list[int]:
@@ -80,11 +98,15 @@ def mixture(policy: str, nested: bool) -> dict[str, Any]:
     node = {"policy": policy, "children": [first, second]}
     if not nested:
         return node
-    return {"policy": "weighted", "children": [{**node, "children": [first]}, {"source": MORE, "weight": 0.5}]}
+    return {
+        "policy": "weighted",
+        "children": [{**node, "children": [first]}, {"source": MORE, "weight": 0.5}],
+    }
 
 
 @pytest.mark.parametrize(
-    ("policy", "nested"), [*((policy, False) for policy in policies()), ("round_robin", True), ("schedule", True)]
+    ("policy", "nested"),
+    [*((policy, False) for policy in policies()), ("round_robin", True), ("schedule", True)],
 )
 def test_the_rest_from_every_step_on_any_ranks_equals_the_uninterrupted_run(
     folder: Path, policy: str, nested: bool
@@ -95,7 +117,9 @@ def test_the_rest_from_every_step_on_any_ranks_equals_the_uninterrupted_run(
     for at, step in enumerate(whole):
         assert step.after.sample_index == (at + 1) * SIZE
         assert reread(order, step.after) == step.after
-        rest = steps(order.pipeline(step.after), world_size=(1, 2, 4)[at % 3], group_micro_steps=1 + at % 4)
+        rest = steps(
+            order.pipeline(step.after), world_size=(1, 2, 4)[at % 3], group_micro_steps=1 + at % 4
+        )
         # The whole rest now and then, a few steps from everywhere.
         last = at + 4 if at % 7 else len(whole)
         assert list(islice(rest, last - at - 1)) == whole[at + 1 : last]
@@ -107,13 +131,19 @@ def test_all_ranks_of_a_step_get_the_bucket_and_its_shape(folder: Path) -> None:
     for step in steps(order.pipeline(order.initial()), world_size=4):
         latent, aspect, caption, row = step.batch.features
         assert latent == ("latent", "float16", SHAPES[step.batch.bucket])
-        assert (aspect, caption, row) == (("aspect", "string", ()), ("caption", "string", ()), ("row", "int64", ()))
+        assert (aspect, caption, row) == (
+            ("aspect", "string", ()),
+            ("caption", "string", ()),
+            ("row", "int64", ()),
+        )
         assert len(step.samples) == SIZE
         buckets.add((step.source, step.batch.bucket))
     assert len(buckets) == 6
 
 
-def test_each_row_comes_at_most_once_an_epoch_with_its_own_values_and_the_remainder_is_lost(folder: Path) -> None:
+def test_each_row_comes_at_most_once_an_epoch_with_its_own_values_and_the_remainder_is_lost(
+    folder: Path,
+) -> None:
     order = order_of(folder, document())
     tables = [
         pa.concat_tables([pq.read_table(folder / "latents" / f"{i}.parquet") for i in range(2)]),
@@ -126,14 +156,25 @@ def test_each_row_comes_at_most_once_an_epoch_with_its_own_values_and_the_remain
     for step in whole:
         epoch = given[step.source] // (order.readers.bucket_epochs(step.source).batches * SIZE)
         given[step.source] += SIZE
-        for sample, caption, number in zip(step.samples, captions_of(step), numbers_of(step), strict=True):
+        for sample, caption, number in zip(
+            step.samples, captions_of(step), numbers_of(step), strict=True
+        ):
             row = by_caption[step.source][caption]
             assert (row["aspect"], row["row"]) == (step.batch.bucket, number)
-            assert sample[: step.batch.features[0].bytes] == np.array(row["latent"], np.float16).tobytes()
+            assert (
+                sample[: step.batch.features[0].bytes]
+                == np.array(row["latent"], np.float16).tobytes()
+            )
             seen[step.source, epoch].append(caption)
     assert all(len(set(captions)) == len(captions) for captions in seen.values())
-    lost = [sum(count % SIZE for count in Counter(table.column("aspect").to_pylist()).values()) for table in tables]
-    assert all(len(captions) == len(tables[source]) - lost[source] for (source, _), captions in seen.items())
+    lost = [
+        sum(count % SIZE for count in Counter(table.column("aspect").to_pylist()).values())
+        for table in tables
+    ]
+    assert all(
+        len(captions) == len(tables[source]) - lost[source]
+        for (source, _), captions in seen.items()
+    )
     end = whole[-1].after
     assert [source.row_counts.lost_tokens for source in end.sources] == [2 * lost[0], lost[1]]
     assert sorted(seen) == [(0, 0), (0, 1), (1, 0)]
@@ -159,7 +200,9 @@ def test_shuffled_rows_are_all_of_an_epoch_in_an_order_of_its_own_within_their_w
             assert set(rows_here) <= set(range(count))
             # Each window as a whole before the next, and what is left after whole ones last.
             windows = [row // width for row in rows_here]
-            changes = [window for at, window in enumerate(windows) if not at or windows[at - 1] != window]
+            changes = [
+                window for at, window in enumerate(windows) if not at or windows[at - 1] != window
+            ]
             assert len(set(changes)) == len(changes)
             assert changes[-1] == count // width
             assert rows_here != sorted(rows_here)
@@ -168,8 +211,14 @@ def test_shuffled_rows_are_all_of_an_epoch_in_an_order_of_its_own_within_their_w
 
 
 @pytest.mark.parametrize("window", [2, 2**16])
-def test_shuffled_runs_resume_at_every_step_with_the_same_rows_as_unshuffled_ones(folder: Path, window: int) -> None:
-    shuffled = {"shuffle": "rows"} if window == 2**16 else {"shuffle": "rows", "shuffle_window_rows": window}
+def test_shuffled_runs_resume_at_every_step_with_the_same_rows_as_unshuffled_ones(
+    folder: Path, window: int
+) -> None:
+    shuffled = (
+        {"shuffle": "rows"}
+        if window == 2**16
+        else {"shuffle": "rows", "shuffle_window_rows": window}
+    )
     children = [{"source": LATENTS, "epochs": 2, **shuffled}, {"source": MORE, **shuffled}]
     order = order_of(folder, document(mixture={"policy": "round_robin", "children": children}))
     whole = list(steps(order.pipeline(order.initial())))
@@ -180,9 +229,14 @@ def test_shuffled_runs_resume_at_every_step_with_the_same_rows_as_unshuffled_one
         assert reread(order, step.after) == step.after
         last = at + 4 if at % 7 else len(whole)
         rest = islice(steps(order.pipeline(step.after), world_size=2), last - at - 1)
-        assert [caption for more in rest for caption in captions_of(more)] == captions[(at + 1) * SIZE : last * SIZE]
+        assert [caption for more in rest for caption in captions_of(more)] == captions[
+            (at + 1) * SIZE : last * SIZE
+        ]
     rows = [
-        number for step in whole if step.source == 1 and step.batch.bucket == "square" for number in numbers_of(step)
+        number
+        for step in whole
+        if step.source == 1 and step.batch.bucket == "square"
+        for number in numbers_of(step)
     ]
     assert rows != sorted(rows)
 
@@ -236,7 +290,9 @@ def test_a_source_without_a_full_batch_drops_out_and_the_rest_goes_on(tmp_path: 
 def test_steps_are_whole_batches_and_no_place_lies_within_one(folder: Path) -> None:
     order = order_of(folder, document())
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=2, group_micro_steps=1))
+    group = pipeline.begin_group(
+        BatchPlan(start_index=0, world_size=1, batch_size=2, group_micro_steps=1)
+    )
     with pytest.raises(JoinRefused, match=r"a micro-step of 2 samples .* global batches of 4"):
         pipeline.fill(group, 1)
     with pytest.raises(ConfigError, match=r"sample 6 lies within a global batch of 4.*such as 4"):
@@ -251,7 +307,12 @@ def test_limits_and_phases_end_with_a_whole_batch(folder: Path) -> None:
             mixture={"policy": "round_robin", "children": children},
             phases=[
                 {"until_tokens": 17},
-                {"mixture": {"policy": "sequential", "children": [{"source": MORE, "max_tokens": 27}]}},
+                {
+                    "mixture": {
+                        "policy": "sequential",
+                        "children": [{"source": MORE, "max_tokens": 27}],
+                    }
+                },
             ],
         ),
     )
@@ -265,13 +326,18 @@ def test_limits_and_phases_end_with_a_whole_batch(folder: Path) -> None:
     assert found[-1].after.sources[1].samples == 24
 
 
-def test_what_was_read_again_from_the_cache_is_the_same(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_read_again_from_the_cache_is_the_same(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = order_of(folder, document())
     cached = sorted((folder / "index").glob("buckets-*"))
     assert len(cached) == 2
     again = order_of(folder, document())
     for source in range(2):
-        one, other = first.readers.bucket_epochs(source).index, again.readers.bucket_epochs(source).index
+        one, other = (
+            first.readers.bucket_epochs(source).index,
+            again.readers.bucket_epochs(source).index,
+        )
         assert (one.keys, one.rows.tolist(), one.shard_ends.tolist()) == (
             other.keys,
             other.rows.tolist(),
@@ -303,14 +369,21 @@ def test_rows_in_an_object_store_come_in_the_same_order(folder: Path, tmp_path: 
     assert digest_hex(whole[-1].after.digest) == GOLDEN_DIGEST
 
 
-def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_buckets(tmp_path: Path) -> None:
+def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_buckets(
+    tmp_path: Path,
+) -> None:
     write_features(tmp_path)
     write_arrow(tmp_path / "late", latents(40, 77))
     for policy in ("round_robin", "balance_remaining"):
-        children = [{"source": LATENTS, "alias": "latents", "epochs": 2}, {"source": MORE, "alias": "more"}]
+        children = [
+            {"source": LATENTS, "alias": "latents", "epochs": 2},
+            {"source": MORE, "alias": "more"},
+        ]
         order = order_of(tmp_path, document(mixture={"policy": policy, "children": children}))
         timeline = Timeline(order)
-        revised_course = revised(timeline, 8, add=[{"child": {"source": "arrow:late:*", "alias": "late"}}])
+        revised_course = revised(
+            timeline, 8, add=[{"child": {"source": "arrow:late:*", "alias": "late"}}]
+        )
         revised_course = revised(revised_course, 24, set=[{"child": "latents", "paused": True}])
         whole = list(steps(revised_course.pipeline(revised_course.initial()), group_micro_steps=5))
         assert {step.source for step in whole[:2]} <= {0, 1}
@@ -324,7 +397,9 @@ def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_bucket
         for at, step in enumerate(whole):
             again = revised_course.decode(revised_course.encode(step.after))
             rest = list(steps(revised_course.pipeline(again), world_size=2))
-            assert [sample for more in rest for sample in more.samples] == samples[(at + 1) * SIZE :]
+            assert [sample for more in rest for sample in more.samples] == samples[
+                (at + 1) * SIZE :
+            ]
     with pytest.raises(ConfigError, match="sample 10 lies within a global batch of 4"):
         revised(timeline, 10, set=[{"child": "latents", "paused": True}])
     with pytest.raises(ConfigError, match="append_files: this run is made of batches from buckets"):
@@ -387,45 +462,74 @@ def test_with_edges_rows_are_padded_to_them_and_say_how_long_they_are(tmp_path: 
             audio = np.frombuffer(sample[edge * 6 + 1 : edge * 10 + 1], "<f4")
             length = lengths[speaker]
             assert int.from_bytes(sample[-8:], "little") == length
-            assert audio.tolist() == [speaker + j / 8 for j in range(length)] + [0] * (edge - length)
-            assert mel.tolist() == [[k + j for k in range(3)] for j in range(length)] + [[0] * 3] * (edge - length)
+            assert audio.tolist() == [speaker + j / 8 for j in range(length)] + [0] * (
+                edge - length
+            )
+            assert mel.tolist() == [[k + j for k in range(3)] for j in range(length)] + [
+                [0] * 3
+            ] * (edge - length)
 
 
 def test_a_row_of_another_shape_or_length_is_named(tmp_path: Path) -> None:
     write_audio(tmp_path, [4, 4, 4, 4], [4, 4, 5, 4])
     order = by_length(tmp_path)
-    with pytest.raises(SourceError, match=r"row 2: column 'mel' has the shape \[5, 3\], but .*row 0 .*\[4, 3\]"):
+    with pytest.raises(
+        SourceError, match=r"row 2: column 'mel' has the shape \[5, 3\], but .*row 0 .*\[4, 3\]"
+    ):
         list(steps(order.pipeline(order.initial())))
     padded = by_length(tmp_path, edges=[8], pad=["mel"])
-    with pytest.raises(SourceError, match=r"row 2: column 'mel' has the length 5, but column 'audio' has 4"):
+    with pytest.raises(
+        SourceError, match=r"row 2: column 'mel' has the length 5, but column 'audio' has 4"
+    ):
         list(steps(padded.pipeline(padded.initial())))
     lone = by_length(tmp_path, edges=[8], columns=["audio", "speaker"])
     assert len(list(steps(lone.pipeline(lone.initial())))) == 1
 
 
 def of_more(folder: Path, **fields: Any) -> PipelineFactory:
-    return order_of(folder, document(mixture={"policy": "sequential", "children": [{"source": MORE}]}, **fields))
+    return order_of(
+        folder, document(mixture={"policy": "sequential", "children": [{"source": MORE}]}, **fields)
+    )
 
 
 def test_what_names_no_bucket_is_refused_with_the_file_and_the_row(tmp_path: Path) -> None:
     write_arrow(tmp_path / "more", pa.table({"aspect": ["a", None], "row": [1, 2]}))
-    with pytest.raises(SourceError, match=r"more/data-00000-of-00001.arrow.*row 1 has a null in column 'aspect'"):
+    with pytest.raises(
+        SourceError, match=r"more/data-00000-of-00001.arrow.*row 1 has a null in column 'aspect'"
+    ):
         of_more(tmp_path)
-    with pytest.raises(SourceError, match=r"has no column 'shape', which bucket_by names; its columns are aspect, row"):
+    with pytest.raises(
+        SourceError,
+        match=r"has no column 'shape', which bucket_by names; its columns are aspect, row",
+    ):
         of_more(tmp_path, batching={"bucket_by": "shape"})
-    with pytest.raises(SourceError, match=r"bucket_by is length\(row\), but that column is of type int64, not a list"):
+    with pytest.raises(
+        SourceError,
+        match=r"bucket_by is length\(row\), but that column is of type int64, not a list",
+    ):
         of_more(tmp_path, batching={"bucket_by": "length(row)"})
     write_arrow(tmp_path / "more", pa.table({"aspect": pa.array([0.5]), "row": [1]}))
-    with pytest.raises(SourceError, match=r"column 'aspect' of type double; expected integers, text, booleans"):
+    with pytest.raises(
+        SourceError, match=r"column 'aspect' of type double; expected integers, text, booleans"
+    ):
         of_more(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (pa.array([[1, 2], [1, 2], [1, None]], pa.list_(pa.int32())), "row 2 has a null in column 'key'"),
-        (pa.DictionaryArray.from_arrays([0, 0, 1], pa.array(["a", None])), "row 2 has a null in column 'key'"),
-        (pa.DictionaryArray.from_arrays([0, 0, 1], pa.array([1, None])), "row 2 has a null in column 'key'"),
+        (
+            pa.array([[1, 2], [1, 2], [1, None]], pa.list_(pa.int32())),
+            "row 2 has a null in column 'key'",
+        ),
+        (
+            pa.DictionaryArray.from_arrays([0, 0, 1], pa.array(["a", None])),
+            "row 2 has a null in column 'key'",
+        ),
+        (
+            pa.DictionaryArray.from_arrays([0, 0, 1], pa.array([1, None])),
+            "row 2 has a null in column 'key'",
+        ),
         (
             pa.array([1, 2, 2**64 - 1], pa.uint64()),
             "column 'key' names buckets, which are int64, but .*18446744073709551615",
@@ -447,14 +551,21 @@ def test_a_value_that_is_hidden_in_another_and_names_no_bucket_is_refused_alike(
         (pa.array([10, 9, 10, 9], pa.int16()), ("9", "10")),
         (pa.array(["b", "a", "b", "a"]).dictionary_encode(), ("a", "b")),
         (pa.array([True, False, True, False]), ("false", "true")),
-        (pa.array([[64, 32], [32, 64], [64, 32], [32, 64]], pa.list_(pa.int32(), 2)), ("32x64", "64x32")),
+        (
+            pa.array([[64, 32], [32, 64], [64, 32], [32, 64]], pa.list_(pa.int32(), 2)),
+            ("32x64", "64x32"),
+        ),
         (pa.array([[64], [32, 64], [64], [32, 64]], pa.list_(pa.int64())), ("32x64", "64")),
     ],
     ids=["integers", "dictionary", "booleans", "fixed lists", "lists"],
 )
-def test_values_of_many_types_name_buckets(tmp_path: Path, values: pa.Array, keys: tuple[str, ...]) -> None:
+def test_values_of_many_types_name_buckets(
+    tmp_path: Path, values: pa.Array, keys: tuple[str, ...]
+) -> None:
     write_arrow(tmp_path / "more", pa.table({"key": values, "row": [0, 1, 2, 3]}), batch_rows=3)
-    order = of_more(tmp_path, batching={"bucket_by": "key", "columns": ["row"]}, global_batch_size=2)
+    order = of_more(
+        tmp_path, batching={"bucket_by": "key", "columns": ["row"]}, global_batch_size=2
+    )
     index = order.readers.bucket_epochs(0).index
     assert (index.keys, index.counts.tolist()) == (keys, [2, 2])
 

@@ -65,7 +65,9 @@ def expected(case: Concat, limit: int) -> tuple[list[Sample], int]:
             cursor=advanced[-1][2],
             rows=advanced[-1][3],
             row_counts=RowCounts(padding_tokens=case.padding_tokens(ids)),
-            starts=tuple(at + padding * case.left for at, (_, begins, *_) in enumerate(read) if begins),
+            starts=tuple(
+                at + padding * case.left for at, (_, begins, *_) in enumerate(read) if begins
+            ),
             hash=xxhash.xxh3_128_intdigest(raw, SOURCE_ID),
         )
 
@@ -89,7 +91,9 @@ cases = st.builds(Concat, **FIELDS, pads=st.booleans()).filter(Case.has_tokens)
 
 @given(cases)
 @settings(max_examples=100, deadline=None)
-def test_samples_cursors_counters_starts_and_hashes_are_those_of_the_definition(case: Concat) -> None:
+def test_samples_cursors_counters_starts_and_hashes_are_those_of_the_definition(
+    case: Concat,
+) -> None:
     limit = 60
     samples, dropped = expected(case, limit)
     packer = case.packer()
@@ -100,7 +104,9 @@ def test_samples_cursors_counters_starts_and_hashes_are_those_of_the_definition(
 
 @given(cases, st.integers(1, 9))
 @settings(max_examples=40, deadline=None)
-def test_a_packer_goes_on_from_every_sample_whatever_the_chunks(case: Concat, chunk_rows: int) -> None:
+def test_a_packer_goes_on_from_every_sample_whatever_the_chunks(
+    case: Concat, chunk_rows: int
+) -> None:
     case.check_that_it_goes_on_from_every_sample(chunk_rows)
 
 
@@ -117,13 +123,19 @@ def test_the_tail_that_fills_no_sample_is_dropped_and_counted() -> None:
 
 def test_rows_without_tokens_are_counted_when_the_next_token_is_taken() -> None:
     found = case_of([], [1, 2, 3], None, [], [4, 5, 6, 7]).samples(9)
-    assert [(sample.rows, sample.cursor) for sample in found] == [(2, FileCursor(0, 0, 2)), (4, FileCursor(0, 0, 4, 4))]
+    assert [(sample.rows, sample.cursor) for sample in found] == [
+        (2, FileCursor(0, 0, 2)),
+        (4, FileCursor(0, 0, 4, 4)),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("epochs", "rows"), [(2.1, 30 * 2 + 3), (0.1, 3), (1.7, 51), (0.01, 1), (2.0, 60), (0.999, 30), (1.0000001, 31)]
+    ("epochs", "rows"),
+    [(2.1, 30 * 2 + 3), (0.1, 3), (1.7, 51), (0.01, 1), (2.0, 60), (0.999, 30), (1.0000001, 31)],
 )
-def test_a_fraction_of_an_epoch_is_that_part_of_its_rows_as_written(epochs: float, rows: int) -> None:
+def test_a_fraction_of_an_epoch_is_that_part_of_its_rows_as_written(
+    epochs: float, rows: int
+) -> None:
     # 2.1 - 2 is 0.10000000000000009 in doubles, which would round up to a row more.
     case = case_of(*[[i] for i in range(30)], length=2, epochs=epochs)
     assert len(case.samples(100)) == rows
@@ -131,7 +143,9 @@ def test_a_fraction_of_an_epoch_is_that_part_of_its_rows_as_written(epochs: floa
 
 @pytest.mark.parametrize("epochs", [0.5, 1.0, 2.0, math.inf])
 @pytest.mark.parametrize("rows", [(), ([],), (None, [], None)])
-def test_an_epoch_without_a_token_is_an_error_that_names_the_source(rows: tuple[Row, ...], epochs: float) -> None:
+def test_an_epoch_without_a_token_is_an_error_that_names_the_source(
+    rows: tuple[Row, ...], epochs: float
+) -> None:
     with pytest.raises(SourceError, match="memory: epoch 0 has no token in any of its rows"):
         case_of(*rows, epochs=epochs).samples(1)
 
@@ -153,7 +167,9 @@ def test_wide_ids_are_hashed_as_they_travel() -> None:
     source = MemorySource([[list(ids)]], 1)
     encoder = DocumentEncoder(None, vocab_size=2**20 + 1, eot_id=2**20)
     form = SampleFormat(length=16, width=16, dtype=np.dtype(np.uint32))
-    packer = ConcatPacker(Documents("memory", source, encoder, 1.0), SourceState(), source_id=9, form=form)
+    packer = ConcatPacker(
+        Documents("memory", source, encoder, 1.0), SourceState(), source_id=9, form=form
+    )
     (block,) = packer.blocks()
     wire = b"".join(token.to_bytes(4, "little") for token in ids)
     expected_ids = [wire[at : at + 64] for at in range(0, 256, 64)]

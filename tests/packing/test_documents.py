@@ -39,11 +39,17 @@ def written(folder: Path, last_line: str = "") -> None:
     (folder / "a.jsonl").write_text("\n".join([*lines, last_line]), encoding="utf-8")
 
 
-def documents(folder: Path, encoder: NotingEncoder, joined_bytes: int, epochs: float = 1) -> Documents:
-    return Documents("texts", opened(folder, "jsonl:a.jsonl:text"), encoder, epochs, joined_bytes=joined_bytes)
+def documents(
+    folder: Path, encoder: NotingEncoder, joined_bytes: int, epochs: float = 1
+) -> Documents:
+    return Documents(
+        "texts", opened(folder, "jsonl:a.jsonl:text"), encoder, epochs, joined_bytes=joined_bytes
+    )
 
 
-def test_texts_are_encoded_together_in_doubling_amounts_and_give_the_same_tokens(tmp_path: Path) -> None:
+def test_texts_are_encoded_together_in_doubling_amounts_and_give_the_same_tokens(
+    tmp_path: Path,
+) -> None:
     written(tmp_path)
     alone, together = NotingEncoder(), NotingEncoder()
     pieces = list(documents(tmp_path, alone, 0).read(None))
@@ -54,11 +60,15 @@ def test_texts_are_encoded_together_in_doubling_amounts_and_give_the_same_tokens
     assert together.rows[1] == 2 * alone.rows[0]
     assert max(together.rows) * ROW_BYTES <= 5 * PIECE_BYTES
     assert len(together.rows) < len(alone.rows) / 2
-    assert np.array_equal(np.concatenate([rows.ids for rows in pieces]), np.concatenate([rows.ids for rows in joined]))
+    assert np.array_equal(
+        np.concatenate([rows.ids for rows in pieces]), np.concatenate([rows.ids for rows in joined])
+    )
     assert [rows.first_row for rows in joined] == np.cumsum([0, *together.rows[:-1]]).tolist()
 
 
-def test_what_lies_before_a_fault_is_given_and_what_lies_behind_the_end_is_not_encoded(tmp_path: Path) -> None:
+def test_what_lies_before_a_fault_is_given_and_what_lies_behind_the_end_is_not_encoded(
+    tmp_path: Path,
+) -> None:
     written(tmp_path, last_line="{")
     encoder, given = NotingEncoder(), 0
     with pytest.raises(SourceError, match="line 121"):
@@ -74,7 +84,12 @@ def test_what_lies_before_a_fault_is_given_and_what_lies_behind_the_end_is_not_e
 @pytest.mark.parametrize("kind", ["ids", "text"])
 def test_rows_that_were_encoded_are_not_held(kind: str, tmp_path: Path) -> None:
     row = np.arange(1000, dtype=np.int32) if kind == "ids" else "x" * 4000
-    pq.write_table(pa.table({kind: [row] * 600}), tmp_path / "a.parquet", row_group_size=300, use_dictionary=False)
+    pq.write_table(
+        pa.table({kind: [row] * 600}),
+        tmp_path / "a.parquet",
+        row_group_size=300,
+        use_dictionary=False,
+    )
     encoder = DocumentEncoder(BytesEngine(), vocab_size=30_000, eot_id=256)
     source, left = opened(tmp_path, f"parquet:a.parquet:{kind}"), 0
     before = pa.total_allocated_bytes()
@@ -91,7 +106,9 @@ def test_rows_of_a_window_keep_their_ids_whatever_the_widths_of_its_files(tmp_pa
         write_table(tmp_path / f"{shard}.parquet", pa.table({"ids": pa.array(rows, kind)}), 16)
     source = opened(tmp_path, "parquet:*.parquet:ids")
     windows = Windows(Layout.of(map(source.blocks, range(len(kinds)))), 7, 0, 2**10)
-    documents = Documents("ids", source, DocumentEncoder(None, vocab_size=300, eot_id=299), 1, reading=windows)
+    documents = Documents(
+        "ids", source, DocumentEncoder(None, vocab_size=300, eot_id=299), 1, reading=windows
+    )
     (rows,) = documents.read(None)
     assert rows.ids.dtype == np.uint16
     assert rows.origins is not None

@@ -25,14 +25,22 @@ def split_mix(key: int, counter: int) -> int:
 def test_the_stream_is_splitmix64() -> None:
     # The first outputs of its authors' code for the seed 1234567.
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert stream(1234567, np.arange(3, dtype=np.uint64)).tolist() == known == [split_mix(1234567, i) for i in range(3)]
+    assert (
+        stream(1234567, np.arange(3, dtype=np.uint64)).tolist()
+        == known
+        == [split_mix(1234567, i) for i in range(3)]
+    )
 
 
-def expected(fim: FillInMiddle, row: list[int], epoch: int, shard: int, number: int) -> tuple[list[int], int]:
+def expected(
+    fim: FillInMiddle, row: list[int], epoch: int, shard: int, number: int
+) -> tuple[list[int], int]:
     """A row by definition, and how it was rearranged."""
     key = draw(fim.seed, Purpose.FIM, fim.source_id, shard, epoch)
     drawn = [split_mix(key, 4 * number + k) for k in range(4)]
-    if not row or Fraction(drawn[0] >> 11, 2**53) >= Fraction(int(Fraction(fim.rate) * 2**53), 2**53):
+    if not row or Fraction(drawn[0] >> 11, 2**53) >= Fraction(
+        int(Fraction(fim.rate) * 2**53), 2**53
+    ):
         return row, 0
     head = row[:1] if fim.bos_id is not None and row[0] == fim.bos_id else []
     body = row[len(head) :]
@@ -46,7 +54,14 @@ def expected(fim: FillInMiddle, row: list[int], epoch: int, shard: int, number: 
 
 
 def made(**fields: Any) -> FillInMiddle:
-    known: dict[str, Any] = {"rate": 0.5, "spm_rate": 0.5, "seed": 3, "source_id": 2, "bos_id": BOS, "eot_id": EOT}
+    known: dict[str, Any] = {
+        "rate": 0.5,
+        "spm_rate": 0.5,
+        "seed": 3,
+        "source_id": 2,
+        "bos_id": BOS,
+        "eot_id": EOT,
+    }
     return FillInMiddle(prefix_id=PREFIX, middle_id=MIDDLE, suffix_id=SUFFIX, **(known | fields))
 
 
@@ -77,7 +92,11 @@ token = st.integers(0, 20)  # begin- and end-of-text ids also where they are not
     place=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2**40)),
 )
 def test_rows_are_rearranged_as_defined(
-    rows: list[list[int]], rate: float, spm: float, ends: tuple[int | None, int | None], place: tuple[int, int, int]
+    rows: list[list[int]],
+    rate: float,
+    spm: float,
+    ends: tuple[int | None, int | None],
+    place: tuple[int, int, int],
 ) -> None:
     fim = made(rate=rate, spm_rate=spm, bos_id=ends[0], eot_id=ends[1])
     epoch, shard, first = place

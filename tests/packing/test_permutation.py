@@ -17,7 +17,9 @@ KEYS = st.integers(0, 2**64 - 1)
 
 @settings(max_examples=60, deadline=None)
 @given(KEYS, st.integers(1, 3000))
-def test_every_place_has_one_value_and_any_of_them_is_computed_by_itself(key: int, count: int) -> None:
+def test_every_place_has_one_value_and_any_of_them_is_computed_by_itself(
+    key: int, count: int
+) -> None:
     permutation = Permutation(Purpose.ROWS, key, count)
     found = permutation.all()
     assert sorted(found.tolist()) == list(range(count))
@@ -39,7 +41,10 @@ def test_it_is_the_same_for_ever() -> None:
     assert Permutation(Purpose.ROWS, 7, 12).all().tolist() == PINNED
     assert Permutation(Purpose.BLOCKS, 7, 12).all().tolist() != PINNED
     assert Permutation(Purpose.ROWS, 8, 12).all().tolist() != PINNED
-    assert Permutation(Purpose.ROWS, 2**64 - 1, 10**15)(np.array([0, 1, 10**15 - 1])).tolist() == PINNED_WIDE
+    assert (
+        Permutation(Purpose.ROWS, 2**64 - 1, 10**15)(np.array([0, 1, 10**15 - 1])).tolist()
+        == PINNED_WIDE
+    )
 
 
 PINNED = [1, 9, 11, 7, 5, 4, 10, 6, 0, 8, 2, 3]
@@ -49,7 +54,9 @@ PINNED_WIDE = [562856059802215, 707446856552677, 106786316187027]
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_all_permutations_of_a_few_places_are_equally_likely(count: int) -> None:
     draws = 40 * factorial(count)
-    found = Counter(tuple(Permutation(Purpose.ROWS, key, count).all().tolist()) for key in range(draws))
+    found = Counter(
+        tuple(Permutation(Purpose.ROWS, key, count).all().tolist()) for key in range(draws)
+    )
     expected = draws / factorial(count)
     chi2 = sum((n - expected) ** 2 / expected for n in found.values())
     chi2 += expected * (factorial(count) - len(found))

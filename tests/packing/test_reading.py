@@ -32,7 +32,9 @@ class Numbered:
 
     content = Content.IDS
 
-    def __init__(self, counts: list[int], block: int = 3, chunk_rows: int = 2, more: int = 0) -> None:
+    def __init__(
+        self, counts: list[int], block: int = 3, chunk_rows: int = 2, more: int = 0
+    ) -> None:
         self._counts = counts
         self._block = block
         self._chunk_rows = chunk_rows
@@ -50,7 +52,9 @@ class Numbered:
         self.reads.append((shard, row))
         for first in range(row, self._counts[shard], self._chunk_rows):
             rows = range(first, min(first + self._chunk_rows, self._counts[shard]))
-            ids = [[] if r % 5 == 4 else [shard, r % 200, r // 200, *[9] * self._more] for r in rows]
+            ids = [
+                [] if r % 5 == 4 else [shard, r % 200, r // 200, *[9] * self._more] for r in rows
+            ]
             yield Rows(first, pa.array(ids, pa.list_(pa.int32())))
 
 
@@ -70,15 +74,25 @@ def reading_of(kind: str, source: Numbered, window_rows: int = 7, seed: int = SE
         case "shards":
             return ShuffledFiles(source, seed, SOURCE_ID)
     return Windows(
-        Layout.of([source.blocks(shard) for shard in range(len(source.shards))]), seed, SOURCE_ID, window_rows
+        Layout.of([source.blocks(shard) for shard in range(len(source.shards))]),
+        seed,
+        SOURCE_ID,
+        window_rows,
     )
 
 
 def documents_of(
-    kind: str, source: Numbered, epochs: float = 2, lane: tuple[int, int] = (0, 1), excluded: Any = None, **more: Any
+    kind: str,
+    source: Numbered,
+    epochs: float = 2,
+    lane: tuple[int, int] = (0, 1),
+    excluded: Any = None,
+    **more: Any,
 ) -> Documents:
     encoder = DocumentEncoder(None, vocab_size=300, eot_id=299)
-    return Documents("numbered", source, encoder, epochs, excluded, reading_of(kind, source, **more), lane)
+    return Documents(
+        "numbered", source, encoder, epochs, excluded, reading_of(kind, source, **more), lane
+    )
 
 
 def rows_of(documents: Documents, start: Cursor | None) -> Iterator[Taken]:
@@ -111,11 +125,19 @@ COUNTS = st.lists(st.integers(0, 23), min_size=1, max_size=5).filter(lambda coun
     held_bytes=st.integers(1, 200),
 )
 def test_every_epoch_has_every_row_once_with_its_own_tokens(
-    kind: str, counts: list[int], block: int, chunk_rows: int, window_rows: int, lanes: int, held_bytes: int
+    kind: str,
+    counts: list[int],
+    block: int,
+    chunk_rows: int,
+    window_rows: int,
+    lanes: int,
+    held_bytes: int,
 ) -> None:
     every = [(shard, row) for shard, rows in enumerate(counts) for row in range(rows)]
     lanes = min(lanes, 1 if len(every) < 10 * lanes else lanes)
-    window_rows = max(1, min(window_rows, len(every) // lanes))  # as orders have it: a lane has a window at least
+    window_rows = max(
+        1, min(window_rows, len(every) // lanes)
+    )  # as orders have it: a lane has a window at least
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(window, "WINDOW_BYTES", held_bytes)
         found: list[Taken] = []
@@ -131,7 +153,9 @@ def test_every_epoch_has_every_row_once_with_its_own_tokens(
 
 @pytest.mark.parametrize("lane", [(0, 1), (1, 3)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_reading_goes_on_from_every_cursor(kind: str, lane: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_goes_on_from_every_cursor(
+    kind: str, lane: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A window of several portions, which end where they did, however many rows come at once.
     monkeypatch.setattr(window, "WINDOW_BYTES", 40)
     counts = [13, 0, 21, 8]
@@ -143,18 +167,24 @@ def test_reading_goes_on_from_every_cursor(kind: str, lane: tuple[int, int], mon
         cursors = [replace(before, row=before.row + 1)] if at else []
         cursors += [replace(row.cursor, tokens=1)] if row.ids else []
         for cursor in cursors:
-            again = read(documents_of(kind, Numbered(counts, chunk_rows=1 + at % 4), 2.5, lane), cursor)
+            again = read(
+                documents_of(kind, Numbered(counts, chunk_rows=1 + at % 4), 2.5, lane), cursor
+            )
             assert again == whole[at:]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_excluded_rows_have_no_tokens_and_move_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excluded_rows_have_no_tokens_and_move_no_other(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(window, "WINDOW_BYTES", 60)
     counts, out = [13, 21, 8], {0: np.array([0, 3, 12]), 2: np.array([1, 2, 3, 4, 5])}
     whole = read(documents_of(kind, Numbered(counts)))
     left = read(documents_of(kind, Numbered(counts), excluded=out))
     gone = {(shard, row) for shard, rows in out.items() for row in rows.tolist()}
-    expected = [Taken(row.cursor, row.origin, () if row.origin in gone else row.ids) for row in whole]
+    expected = [
+        Taken(row.cursor, row.origin, () if row.origin in gone else row.ids) for row in whole
+    ]
     assert left == expected
     for at, row in enumerate(whole):
         if row.ids:
@@ -169,15 +199,24 @@ def test_epochs_and_seeds_have_orders_of_their_own(kind: str) -> None:
     counts = [9] * 8
     found = read(documents_of(kind, Numbered(counts), 4))
     orders = [tuple(origins(found, epoch)) for epoch in range(4)]
-    orders += [tuple(origins(read(documents_of(kind, Numbered(counts), 1, seed=seed)))) for seed in (1, 2, 3)]
+    orders += [
+        tuple(origins(read(documents_of(kind, Numbered(counts), 1, seed=seed))))
+        for seed in (1, 2, 3)
+    ]
     assert len(set(orders)) == 7
     assert sorted(orders[0]) not in orders
 
 
 def test_a_file_that_was_appended_has_its_turn_among_the_others() -> None:
     counts = [5] * 12
-    before = [shard for shard, row in origins(read(documents_of("shards", Numbered(counts)))) if row == 0]
-    after = [shard for shard, row in origins(read(documents_of("shards", Numbered([*counts, 5, 5])))) if row == 0]
+    before = [
+        shard for shard, row in origins(read(documents_of("shards", Numbered(counts)))) if row == 0
+    ]
+    after = [
+        shard
+        for shard, row in origins(read(documents_of("shards", Numbered([*counts, 5, 5]))))
+        if row == 0
+    ]
     # Those of before keep their order, so a cursor that stands in one has the same ones after it.
     assert [shard for shard in after if shard < 12] == before
     middle = before[6]
@@ -194,7 +233,10 @@ def test_a_part_of_an_epoch_is_its_first_rows_in_its_order() -> None:
     for kind in KINDS:
         whole = origins(read(documents_of(kind, Numbered([13, 21, 8]), 1)))
         assert origins(read(documents_of(kind, Numbered([13, 21, 8]), 0.4))) == whole[:17]
-        lanes = [origins(read(documents_of(kind, Numbered([13, 21, 8]), 1.4, (lane, 3))), 1) for lane in range(3)]
+        lanes = [
+            origins(read(documents_of(kind, Numbered([13, 21, 8]), 1.4, (lane, 3))), 1)
+            for lane in range(3)
+        ]
         alone = origins(read(documents_of(kind, Numbered([13, 21, 8]), 1.4)), 1)
         assert sorted(chain.from_iterable(lanes)) == sorted(alone)
 
@@ -215,7 +257,9 @@ def test_a_window_reaches_over_blocks_of_several_files() -> None:
 
 def test_a_lane_without_tokens_is_refused_by_name() -> None:
     source = Numbered([3])
-    with pytest.raises(SourceError, match="lane 0 of 8 has no token in any of its rows of epoch 0; read"):
+    with pytest.raises(
+        SourceError, match="lane 0 of 8 has no token in any of its rows of epoch 0; read"
+    ):
         read(documents_of("none", source, lane=(0, 8)))
 
 
@@ -223,7 +267,11 @@ def test_a_lane_without_tokens_in_some_epoch_goes_on_with_the_next() -> None:
     def taken(start: Cursor | None = None) -> list[Taken]:
         # Six rows in six lanes, of which one is empty: another lane's in each epoch.
         source = Numbered([6], block=1)
-        return [row for row in read(documents_of("rows", source, 30, (1, 6), window_rows=1), start) if row.ids]
+        return [
+            row
+            for row in read(documents_of("rows", source, 30, (1, 6), window_rows=1), start)
+            if row.ids
+        ]
 
     whole = taken()
     epochs = [row.cursor.epoch for row in whole]
@@ -234,8 +282,12 @@ def test_a_lane_without_tokens_in_some_epoch_goes_on_with_the_next() -> None:
 
 def test_a_lane_that_never_has_tokens_is_refused_after_some_epochs() -> None:
     excluded = {0: np.arange(6)}
-    documents = documents_of("rows", Numbered([6], block=1), float("inf"), (1, 6), excluded, window_rows=1)
-    with pytest.raises(SourceError, match="lane 1 of 6 has no token in any of its rows of epoch 65"):
+    documents = documents_of(
+        "rows", Numbered([6], block=1), float("inf"), (1, 6), excluded, window_rows=1
+    )
+    with pytest.raises(
+        SourceError, match="lane 1 of 6 has no token in any of its rows of epoch 65"
+    ):
         list(documents.read(WindowCursor(1, 0, 6)))
 
 

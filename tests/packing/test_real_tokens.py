@@ -27,8 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_corpus(tmp_path_factory.mktemp("corpus"))
     lengths = numbers(60, 77, 0, 50)
     table = {
-        "ids": pa.array([numbers(n, i, 0, 256) for i, n in enumerate(lengths)], pa.list_(pa.int32())),
-        "mask": pa.array([numbers(n, 500 + i, 0, 2) for i, n in enumerate(lengths)], pa.list_(pa.int8())),
+        "ids": pa.array(
+            [numbers(n, i, 0, 256) for i, n in enumerate(lengths)], pa.list_(pa.int32())
+        ),
+        "mask": pa.array(
+            [numbers(n, 500 + i, 0, 2) for i, n in enumerate(lengths)], pa.list_(pa.int8())
+        ),
     }
     pq.write_table(pa.table(table), folder / "data/masked.parquet")
     return folder
@@ -53,7 +57,12 @@ def steps(order: PipelineFactory, pipeline: Pipeline | None = None) -> Iterator[
     layout = layout_of(order)
     pipeline = pipeline or order.pipeline(order.initial())
     maker = TensorMaker(layout)
-    plan = BatchPlan(start_index=pipeline.sample_index, world_size=WORLD, batch_size=BATCH, group_micro_steps=GROUP)
+    plan = BatchPlan(
+        start_index=pipeline.sample_index,
+        world_size=WORLD,
+        batch_size=BATCH,
+        group_micro_steps=GROUP,
+    )
     while pipeline.ended is None:
         group = pipeline.begin_group(plan)
         for burst in (1, 2, 1):
@@ -91,7 +100,9 @@ def test_each_step_says_what_its_ranks_tensors_have(
 ) -> None:
     sources = [CODE, DOCS, PROSE, WIKI]
     masked = not name.startswith("concat")
-    document = flat([*sources, MASKED] if masked else sources, labels=labels, sequence_length=24, pad_id=0)
+    document = flat(
+        [*sources, MASKED] if masked else sources, labels=labels, sequence_length=24, pad_id=0
+    )
     document |= {"last_micro_step": last_micro_step, "mask_boundaries": boundaries} | PACKINGS[name]
     if masked:
         document["mixture"]["children"][-1]["loss_mask"] = "mask"
@@ -103,7 +114,9 @@ def test_each_step_says_what_its_ranks_tensors_have(
         sent = {(batch["global_tokens"], batch["global_label_tokens"]) for batch in batches}
         assert sent == {recount(order, batches)}
         seen.append(batches)
-        assert {batch["real_tokens"] for batch in batches} == {sum(own[0]["global_tokens"] for own in seen)}
+        assert {batch["real_tokens"] for batch in batches} == {
+            sum(own[0]["global_tokens"] for own in seen)
+        }
     assert len(seen) > 8
     # (The samples of some of these fill their last step.)
     has_padding = any(PADDING in batch["source_ids"] for batch in seen[-1])
@@ -120,27 +133,35 @@ def test_each_step_says_what_its_ranks_tensors_have(
 def test_boundaries_are_counted_where_rows_are_rearranged_or_read_in_turn(
     folder: Path, labels: str, fields: dict[str, Any]
 ) -> None:
-    document = flat([CODE, PROSE], labels=labels, sequence_length=24, mask_boundaries=True, tail="pad", pad_id=0)
+    document = flat(
+        [CODE, PROSE], labels=labels, sequence_length=24, mask_boundaries=True, tail="pad", pad_id=0
+    )
     for child in document["mixture"]["children"]:
         child |= fields
     order = order_of(folder, document)
     state, crossings = order.initial(), 0
     for number, batches in enumerate(steps(order)):
         tokens, label_tokens = recount(order, batches)
-        assert {(batch["global_tokens"], batch["global_label_tokens"]) for batch in batches} == {(tokens, label_tokens)}
+        assert {(batch["global_tokens"], batch["global_label_tokens"]) for batch in batches} == {
+            (tokens, label_tokens)
+        }
         crossings += tokens - label_tokens
         if number == 1:
             # From a state in the midst, where blocks begin elsewhere.
             state = advanced(order, state, batches[0]["sample_index"])
     assert crossings > 20
     for batches in steps(order, order.pipeline(state)):
-        assert (batches[0]["global_tokens"], batches[0]["global_label_tokens"]) == recount(order, batches)
+        assert (batches[0]["global_tokens"], batches[0]["global_label_tokens"]) == recount(
+            order, batches
+        )
 
 
 def test_samples_that_are_always_full_are_not_looked_at(folder: Path) -> None:
     order = order_of(folder, flat([CODE, WIKI], labels="shifted"))
     pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=WORLD, batch_size=BATCH, group_micro_steps=GROUP))
+    group = pipeline.begin_group(
+        BatchPlan(start_index=0, world_size=WORLD, batch_size=BATCH, group_micro_steps=GROUP)
+    )
     pipeline.fill(group, GROUP)
 
     assert not group.real.varies and group.counts == []

@@ -72,11 +72,15 @@ def test_samples_places_and_counters_are_those_of_the_definition(case: Unpacked)
 
 @given(cases, st.integers(1, 9))
 @settings(max_examples=40, deadline=None)
-def test_a_packer_goes_on_from_every_sample_whatever_the_chunks(case: Unpacked, chunk_rows: int) -> None:
+def test_a_packer_goes_on_from_every_sample_whatever_the_chunks(
+    case: Unpacked, chunk_rows: int
+) -> None:
     case.check_that_it_goes_on_from_every_sample(chunk_rows)
 
 
-def test_short_rows_in_long_samples_come_in_blocks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_rows_in_long_samples_come_in_blocks_of_bounded_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = Unpacked((tuple((i,) for i in range(40)),), length=16, chunk_rows=40)
     whole = case.samples(99)
     monkeypatch.setattr(unpacked, "BLOCK_BYTES", 3 * case.form.sample_bytes)

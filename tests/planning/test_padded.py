@@ -38,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def node(*children: dict[str, Any], policy: str = "least_consumed", **fields: Any) -> dict[str, Any]:
+def node(
+    *children: dict[str, Any], policy: str = "least_consumed", **fields: Any
+) -> dict[str, Any]:
     return {"policy": policy, "children": list(children), **fields}
 
 
@@ -66,8 +68,12 @@ def check(plan: RunPlan, end: State, near: float) -> None:
     assert plan.until_sample_index == pytest.approx(end.sample_index, rel=near, abs=samples)
     total = sum(source.real_tokens for source in end.sources)
     for source, was in zip(plan.sources, end.sources, strict=True):
-        assert source.tokens == pytest.approx(was.tokens, rel=near, abs=samples * LENGTH), source.alias
-        assert source.share == pytest.approx(was.real_tokens / total, rel=near, abs=samples * LENGTH / total)
+        assert source.tokens == pytest.approx(was.tokens, rel=near, abs=samples * LENGTH), (
+            source.alias
+        )
+        assert source.share == pytest.approx(
+            was.real_tokens / total, rel=near, abs=samples * LENGTH / total
+        )
         # Before anything ended there is one segment.
         if not plan.from_sample_index and len(plan.segments) == 1:
             assert plan.segments[0].shares[source.id] == pytest.approx(source.share)
@@ -75,15 +81,23 @@ def check(plan: RunPlan, end: State, near: float) -> None:
 
 STOPS: dict[str, dict[str, Any]] = {
     "equal weights": node(leaf(SHORT), leaf(LONG), on_exhausted="stop"),
-    "weights": node(leaf(SHORT, weight=1), leaf(LONG, weight=2.5), leaf(MIXED, weight=3), on_exhausted="stop"),
+    "weights": node(
+        leaf(SHORT, weight=1), leaf(LONG, weight=2.5), leaf(MIXED, weight=3), on_exhausted="stop"
+    ),
     "nested": node(
         leaf(LONG, weight=2, epochs=4),
         node(leaf(SHORT, epochs=5, weight=3), leaf(MIXED), weight=1.5, on_exhausted="stop"),
         on_exhausted="stop",
     ),
-    "rising and falling": node(leaf(RISING), leaf(FALLING, weight=2), leaf(LONG, epochs=20), on_exhausted="stop"),
-    "drawn below": node(leaf(LONG, epochs=3), node(leaf(SHORT, weight=2), leaf(MIXED), policy="weighted")),
-    "weights that follow": node(leaf(RISING), leaf(FALLING), leaf(MIXED), policy="balance_remaining"),
+    "rising and falling": node(
+        leaf(RISING), leaf(FALLING, weight=2), leaf(LONG, epochs=20), on_exhausted="stop"
+    ),
+    "drawn below": node(
+        leaf(LONG, epochs=3), node(leaf(SHORT, weight=2), leaf(MIXED), policy="weighted")
+    ),
+    "weights that follow": node(
+        leaf(RISING), leaf(FALLING), leaf(MIXED), policy="balance_remaining"
+    ),
 }
 
 
@@ -118,6 +132,8 @@ def test_mean_shares_end_where_the_runs_own_choices_do(folder: Path, name: str) 
 @pytest.mark.parametrize("exact_picks", [0, 10**6])
 def test_a_source_without_tokens_is_out_at_its_first_turn(folder: Path, exact_picks: int) -> None:
     order = order_of(folder, document(node(leaf(SHORT), leaf(LONG))))
-    part = Part(config=order.config, curves=[TokenCurve((0, 400), (0, 0), (0, 0)), measure(order, 1)])
+    part = Part(
+        config=order.config, curves=[TokenCurve((0, 400), (0, 0), (0, 0)), measure(order, 1)]
+    )
     plan = forecast([part], order.initial(), exact_picks=exact_picks)
     assert [source.tokens for source in plan.sources] == [0, 400 * LENGTH]

@@ -23,7 +23,9 @@ def texts(plan: RunPlan) -> list[str]:
 
 def test_an_svg_names_the_sources_the_run_and_its_end() -> None:
     found = texts(run_plan("wiki-and-code"))
-    assert {"code", "prose", "run wiki-and-code: ends at 10.2M tokens", "tokens of the run"} <= set(found)
+    assert {"code", "prose", "run wiki-and-code: ends at 10.2M tokens", "tokens of the run"} <= set(
+        found
+    )
     assert "100%" in found
 
 
@@ -46,7 +48,8 @@ def test_names_are_taken_literally() -> None:
 def test_the_smallest_of_many_sources_are_one_layer() -> None:
     (first, _), count = run_plan().sources, SHOWN_SOURCES + 8
     sources: list[Any] = [
-        first.model_copy(update={"id": i, "alias": f"s{i}", "tokens": 1000 * (i + 1)}) for i in range(count)
+        first.model_copy(update={"id": i, "alias": f"s{i}", "tokens": 1000 * (i + 1)})
+        for i in range(count)
     ]
     segments = [PlannedSegment(from_tokens=0, until_tokens=9, shares=[1 / count] * count)]
     found = texts(run_plan(sources=sources, segments=segments))

@@ -57,7 +57,8 @@ def specs() -> list[str]:
 def random_mixture(rng: random.Random, policies: tuple[str, ...]) -> dict[str, Any]:
     """A random tree over all sources, up to three deep."""
     found = [
-        {"source": spec, "alias": f"s{i}", "epochs": rng.choice([1, 1, 1.5, 2.25])} for i, spec in enumerate(specs())
+        {"source": spec, "alias": f"s{i}", "epochs": rng.choice([1, 1, 1.5, 2.25])}
+        for i, spec in enumerate(specs())
     ]
     rng.shuffle(found)
     return random_node(rng, policies, iter(found), len(found), depth=3)
@@ -77,7 +78,11 @@ def random_node(
     children = []
     while count:
         below = rng.randint(2, count) if depth > 1 and count > 1 and rng.random() < 0.5 else 1
-        child = random_node(rng, policies, leaves, below, depth - 1, may_stop) if below > 1 else next(leaves)
+        child = (
+            random_node(rng, policies, leaves, below, depth - 1, may_stop)
+            if below > 1
+            else next(leaves)
+        )
         if below > 1 and rng.random() < 0.3:
             child["epochs"] = rng.choice([1.5, 2])
         if rng.random() < 0.15:
@@ -98,7 +103,9 @@ def random_node(
 
 
 def order_of(folder: Path, root: dict[str, Any], seed: int) -> PipelineFactory:
-    return corpora.order_of(folder, corpora.mixture(mixture=root, sequence_length=LENGTH, seed=seed))
+    return corpora.order_of(
+        folder, corpora.mixture(mixture=root, sequence_length=LENGTH, seed=seed)
+    )
 
 
 def plan_of(order: PipelineFactory, state: State, exact_picks: int = EXACT_PICKS) -> RunPlan:
@@ -142,7 +149,12 @@ def tails(config: RunConfig, end: State) -> dict[int, float]:
 
 
 def check(
-    order: PipelineFactory, start: State, plan: RunPlan, end: State, out: dict[int, int], drawn: bool = False
+    order: PipelineFactory,
+    start: State,
+    plan: RunPlan,
+    end: State,
+    out: dict[int, int],
+    drawn: bool = False,
 ) -> None:
     slack = tails(order.config, end)
     for i, (source, was) in enumerate(zip(plan.sources, end.sources, strict=True)):
@@ -150,18 +162,26 @@ def check(
         # Of a drawn share: four times the standard deviation of the sample at which the last one comes.
         luck = GRANULARITY + slack[i] + (4 * math.sqrt(end.sample_index / share) if drawn else 0.0)
         samples = 64 + (4 * math.sqrt(end.sample_index * share) if drawn else 0.0)
-        assert source.tokens == pytest.approx(was.tokens, rel=0.005, abs=samples * LENGTH), source.alias
+        assert source.tokens == pytest.approx(was.tokens, rel=0.005, abs=samples * LENGTH), (
+            source.alias
+        )
         if source.exhausted and was.exhausted and not start.sources[i].exhausted:
-            assert source.exhausted_at_sample == pytest.approx(out[i], rel=0.005, abs=luck), source.alias
+            assert source.exhausted_at_sample == pytest.approx(out[i], rel=0.005, abs=luck), (
+                source.alias
+            )
         elif source.exhausted != was.exhausted:
             # On the one side its last sample is given, too, but the pick that would find it out is never made: its node
             # stops, or the run ends.
             last = max(out.get(i, 0), source.exhausted_at_sample or 0)
-            stopped = {ending.sample_index for ending in plan.endings if ending.why.startswith("stops")}
+            stopped = {
+                ending.sample_index for ending in plan.endings if ending.why.startswith("stops")
+            }
             ends = [plan.until_sample_index, end.sample_index, *stopped]
             assert any(last == pytest.approx(at, rel=0.005, abs=luck) for at in ends), source.alias
     luck = 4 * math.sqrt(end.sample_index * len(plan.sources)) if drawn else 0.0
-    assert plan.until_sample_index == pytest.approx(end.sample_index, rel=0.005, abs=GRANULARITY + luck)
+    assert plan.until_sample_index == pytest.approx(
+        end.sample_index, rel=0.005, abs=GRANULARITY + luck
+    )
     assert plan.ends
 
 
@@ -172,7 +192,9 @@ def trends(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rising = [1 + i * 29 // 4_000 for i in range(4_000)]
     swinging = [round(16 + 14 * math.sin(i / 300)) for i in range(4_000)]
     for i, lengths in enumerate((rising, rising[::-1], swinging, [16] * 4_000)):
-        corpora.write_parquet(folder / f"{i}.parquet", [[7] * length for length in lengths], group=500)
+        corpora.write_parquet(
+            folder / f"{i}.parquet", [[7] * length for length in lengths], group=500
+        )
     return folder
 
 
@@ -218,13 +240,19 @@ def test_phases_and_revisions_that_lie_ahead_are_planned_as_they_will_be(folder:
         mixture={"policy": "weighted", "children": [source(0), source(1, weight=2), source(2)]},
         sequence_length=8,
         last_micro_step="pad",
-        phases=[{"until_tokens": 100_004}, {"until_tokens": 240_000, "mixture": later}, {"sequence_length": 16}],
+        phases=[
+            {"until_tokens": 100_004},
+            {"until_tokens": 240_000, "mixture": later},
+            {"sequence_length": 16},
+        ],
     )
     order = corpora.order_of(folder, document)
     timeline = Timeline(order)
     change = MixtureChange(set=[Setting(child="s3", weight=4)], drop=["s2"], reason="test")
     content = canonical(revise(timeline, change, 20_000))
-    revision = StoredRevision(number=1, sample_index=20_000, made_at=0.0, author="test", reason="test", content=content)
+    revision = StoredRevision(
+        number=1, sample_index=20_000, made_at=0.0, author="test", reason="test", content=content
+    )
     timeline = timeline.with_revisions([revision])
     assert len(timeline.segments) == 4
 

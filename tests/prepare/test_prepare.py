@@ -15,7 +15,17 @@ import pytest
 import yaml
 from support import prepared
 from support.catalog import CATALOG
-from support.corpora import CODE, DOCS, PROSE, flat, mixture, text_rows, write_corpus, write_jsonl, write_txt
+from support.corpora import (
+    CODE,
+    DOCS,
+    PROSE,
+    flat,
+    mixture,
+    text_rows,
+    write_corpus,
+    write_jsonl,
+    write_txt,
+)
 from support.prepared import nothing, shards_of, write_tokenizer
 from support.server_process import MAIN, CommandLine, server_forks
 from tokenloom_server.config import mixture_file as config
@@ -59,7 +69,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("form", "ids", "labels"), [("arrow", False, "same"), ("arrow", True, "shifted"), ("parquet", True, "same")]
+    ("form", "ids", "labels"),
+    [("arrow", False, "same"), ("arrow", True, "shifted"), ("parquet", True, "same")],
 )
 def test_what_is_served_is_the_same_to_the_digest(
     folder: Path, tmp_path: Path, form: ShardFormat, ids: bool, labels: str
@@ -83,13 +94,21 @@ def job_order(folder: Path, document: dict[str, Any]) -> PipelineFactory:
 
 
 @pytest.mark.parametrize(
-    "shuffle", [{"shuffle": "shards"}, {"shuffle": "shards", "lanes": 2}, {"shuffle": "rows", "shuffle_window_rows": 4}]
+    "shuffle",
+    [
+        {"shuffle": "shards"},
+        {"shuffle": "shards", "lanes": 2},
+        {"shuffle": "rows", "shuffle_window_rows": 4},
+    ],
 )
 def test_shuffled_rows_are_written_in_the_order_of_the_first_epoch(
     folder: Path, tmp_path: Path, shuffle: dict[str, Any]
 ) -> None:
     document = mixture()
-    for child in (document["mixture"]["children"][1], document["mixture"]["children"][2]["children"][0]):
+    for child in (
+        document["mixture"]["children"][1],
+        document["mixture"]["children"][2]["children"][0],
+    ):
         child.update(shuffle, epochs=1)
     for shuffled in (True, False):
         job = job_of(folder, document, shuffled=shuffled)
@@ -97,7 +116,9 @@ def test_shuffled_rows_are_written_in_the_order_of_the_first_epoch(
         ours, theirs = end_of(served(done.mixture)), end_of(job_order(folder, document))
         # What fills no sample at the end of a lane depends on which rows it has.
         assert shuffled or "lanes" in shuffle or ours.sample_index == theirs.sample_index
-        assert ((ours.total_tokens, ours.digest) == (theirs.total_tokens, theirs.digest)) is shuffled
+        assert (
+            (ours.total_tokens, ours.digest) == (theirs.total_tokens, theirs.digest)
+        ) is shuffled
         options = yaml.safe_load(done.mixture.read_text())["mixture"]["children"][1]
         assert ("shuffle" in options) is not shuffled
     document["seed"] = 8
@@ -105,10 +126,15 @@ def test_shuffled_rows_are_written_in_the_order_of_the_first_epoch(
         run(job_of(folder, document, shuffled=True), tmp_path / "out-True")
 
 
-def test_what_is_read_of_rows_is_done_with_and_what_is_drawn_each_epoch_is_kept(tmp_path: Path) -> None:
+def test_what_is_read_of_rows_is_done_with_and_what_is_drawn_each_epoch_is_kept(
+    tmp_path: Path,
+) -> None:
     texts = text_rows(60, 3, 9)
     rows = [{"title": f"t{i}", "text": text, "score": i % 5} for i, text in enumerate(texts)]
-    lines = [json.dumps(row) if i % 9 else '{"title": "t", "text": 5, "score": 3}' for i, row in enumerate(rows)]
+    lines = [
+        json.dumps(row) if i % 9 else '{"title": "t", "text": 5, "score": 3}'
+        for i, row in enumerate(rows)
+    ]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     rules = {"filter": "score >= 2", "template": "{title}: {text}", "on_bad_row": "skip"}
     source = {"source": "jsonl:a.jsonl.gz:text", "epochs": 1.5, "lanes": 2, **rules}
@@ -122,12 +148,18 @@ def test_what_is_read_of_rows_is_done_with_and_what_is_drawn_each_epoch_is_kept(
     (child,) = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
     assert set(child) == {"source", "alias", "epochs", "lanes", "add_bos", "add_eot"}
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
-    assert (manifest["bad_rows"], manifest["filtered_rows"]) == (done.bad_rows, done.filtered_rows) == (7, 21)
+    assert (
+        (manifest["bad_rows"], manifest["filtered_rows"])
+        == (done.bad_rows, done.filtered_rows)
+        == (7, 21)
+    )
     child = document["mixture"]["children"][0]
     child["max_bad_rows"] = 6
     with pytest.raises(SourceError, match=r"7 rows are bad, and max_bad_rows allows 6 in an epoch"):
         run(job_of(tmp_path, document), tmp_path / "out")
-    with pytest.raises(SourceError, match=r"a.jsonl.gz': line \d+: 'text' is a number.*max_bad_rows allows 6"):
+    with pytest.raises(
+        SourceError, match=r"a.jsonl.gz': line \d+: 'text' is a number.*max_bad_rows allows 6"
+    ):
         run(job_of(tmp_path, document), tmp_path / "too many")
     del child["max_bad_rows"]
     child["fim"] = {"rate": 1.0, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
@@ -156,7 +188,11 @@ def test_the_manifest_says_what_was_made_from_what(folder: Path, tmp_path: Path)
     job = job_of(folder, mixture())
     done = run(job, tmp_path / "out")
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
-    assert (manifest["run"], manifest["rows"], manifest["tokens"]) == ("test", done.rows, done.tokens)
+    assert (manifest["run"], manifest["rows"], manifest["tokens"]) == (
+        "test",
+        done.rows,
+        done.tokens,
+    )
     assert manifest["shards"]["ids"] == "uint16"
     assert manifest["tokenizer"]["engine"] == "bytes"
     assert [source["spec"] for source in manifest["sources"]] == [DOCS, PROSE]
@@ -165,7 +201,9 @@ def test_the_manifest_says_what_was_made_from_what(folder: Path, tmp_path: Path)
         for shard in source["shards"]:
             path = tmp_path / "out" / shard["path"]
             assert (path.stat().st_size, checksum(path)) == (shard["bytes"], shard["checksum"])
-        assert all((folder / file["path"]).stat().st_size == file["size"] for file in source["files"])
+        assert all(
+            (folder / file["path"]).stat().st_size == file["size"] for file in source["files"]
+        )
 
 
 def test_shards_do_not_depend_on_the_number_of_threads(folder: Path, tmp_path: Path) -> None:
@@ -187,7 +225,9 @@ def test_record_batches_do_not_grow_with_the_file(tmp_path: Path) -> None:
     assert max(rows) * 50_001 < 2.1 * 2**20
 
 
-def test_whatever_ends_it_the_next_call_goes_on_to_the_same_shards(folder: Path, tmp_path: Path) -> None:
+def test_whatever_ends_it_the_next_call_goes_on_to_the_same_shards(
+    folder: Path, tmp_path: Path
+) -> None:
     run(job_of(folder, mixture()), tmp_path / "whole")
     pieces = 0
 
@@ -237,15 +277,22 @@ def test_a_killed_command_goes_on(tmp_path: Path, tokenloom: CommandLine) -> Non
             time.sleep(0.0005)
         process.wait(240)
     assert killed, "it was never caught at work"
-    ended = tokenloom("prepare", tmp_path / "mixture.yaml", "--out", tmp_path / "out", folder=tmp_path)
+    ended = tokenloom(
+        "prepare", tmp_path / "mixture.yaml", "--out", tmp_path / "out", folder=tmp_path
+    )
     assert ended.status == 0, ended.output
     assert "were there already" in ended.output
     run(job_of(tmp_path, document, shard_bytes=128_000_000), tmp_path / "whole")
     assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole")
-    assert end_of(served(tmp_path / "out/mixture.yaml")).digest == end_of(job_order(tmp_path, document)).digest
+    assert (
+        end_of(served(tmp_path / "out/mixture.yaml")).digest
+        == end_of(job_order(tmp_path, document)).digest
+    )
 
 
-def test_what_lies_there_is_verified(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_lies_there_is_verified(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     out = tmp_path / "out"
     done = run(job_of(folder, mixture()), out)
     whole = shards_of(out)
@@ -271,9 +318,15 @@ def test_something_else_is_refused_with_the_difference(folder: Path, tmp_path: P
     weights = mixture(run="another", seed=8)
     weights["mixture"]["children"][1]["weight"] = 5
     assert run(job_of(folder, weights), out).kept == len(shards_of(out)), "weights decide no shard"
-    assert yaml.safe_load((out / "mixture.yaml").read_text())["mixture"]["children"][1]["weight"] == 5
+    assert (
+        yaml.safe_load((out / "mixture.yaml").read_text())["mixture"]["children"][1]["weight"] == 5
+    )
     for document, options, field in (
-        (mixture(special_tokens_in_text="parse"), {}, r'special_tokens_in_text: it was "text", it is "parse"'),
+        (
+            mixture(special_tokens_in_text="parse"),
+            {},
+            r'special_tokens_in_text: it was "text", it is "parse"',
+        ),
         (mixture(vocab_size=70_000), {}, r"vocab_size: it was 258, it is 70000"),
         (mixture(add_bos=True), {}, r"sources.0.add_bos: it was false, it is true"),
         (mixture(), {"form": "parquet"}, r'shards.format: it was "arrow", it is "parquet"'),
@@ -286,20 +339,26 @@ def test_something_else_is_refused_with_the_difference(folder: Path, tmp_path: P
         run(job_of(folder, mixture()), out)
 
 
-def test_folders_with_other_things_or_that_cannot_be_written_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_folders_with_other_things_or_that_cannot_be_written_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/out.*cannot be written \(Not a directory\)"):
         run(job_of(folder, mixture()), tmp_path / "file/out")
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"holds thesis.tex already, and nothing that was prepared"):
+    with pytest.raises(
+        ConfigError, match=r"holds thesis.tex already, and nothing that was prepared"
+    ):
         run(job_of(folder, mixture()), other)
     assert [path.name for path in other.iterdir()] == ["thesis.tex"]
     out = tmp_path / "out"
     run(job_of(folder, mixture()), out)
     (out / "sources/001-docs/mine.arrow").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"mine.arrow: is no shard of this job, and would be served with them"):
+    with pytest.raises(
+        ConfigError, match=r"mine.arrow: is no shard of this job, and would be served with them"
+    ):
         run(job_of(folder, mixture()), out)
     (out / "sources/001-docs/mine.arrow").unlink()
     (out / "job.json").write_text("{")
@@ -340,13 +399,17 @@ def test_a_source_with_a_loss_mask_stays_as_it_is(folder: Path, tmp_path: Path) 
     masked = {"ids": [[5, 6, 7]] * 9, "mask": [[0, 1, 1]] * 9}
     pq.write_table(pa.table(masked), folder / "masked.parquet")
     document = flat([DOCS], packing="best_fit")
-    document["mixture"]["children"].append({"source": "parquet:masked.parquet:ids", "loss_mask": "mask"})
+    document["mixture"]["children"].append(
+        {"source": "parquet:masked.parquet:ids", "loss_mask": "mask"}
+    )
     done = run(job_of(folder, document, ids_too=True), tmp_path / "out")
     _, child = yaml.safe_load(done.mixture.read_text())["mixture"]["children"]
     assert child == {"source": f"parquet:{folder / 'masked.parquet'}:ids", "loss_mask": "mask"}
     assert end_of(served(done.mixture)).sources[1].rows == 9
     del document["mixture"]["children"][0]
-    with pytest.raises(ConfigError, match=r"nothing to tokenise.*those with a loss mask are left as they are"):
+    with pytest.raises(
+        ConfigError, match=r"nothing to tokenise.*those with a loss mask are left as they are"
+    ):
         job_of(folder, document, ids_too=True)
 
 
@@ -356,7 +419,9 @@ def test_a_source_without_tokens_is_refused(folder: Path, tmp_path: Path) -> Non
         run(job_of(folder, flat(["txt:data/empty.txt:text", DOCS])), tmp_path / "out")
 
 
-def test_parquet_shards_have_page_checksums_and_damage_is_noticed(folder: Path, tmp_path: Path) -> None:
+def test_parquet_shards_have_page_checksums_and_damage_is_noticed(
+    folder: Path, tmp_path: Path
+) -> None:
     done = run(job_of(folder, mixture(), form="parquet"), tmp_path / "out")
     path = tmp_path / "out/sources/001-docs/000000.parquet"
     offset = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
@@ -367,7 +432,9 @@ def test_parquet_shards_have_page_checksums_and_damage_is_noticed(folder: Path, 
         end_of(served(done.mixture))
 
 
-def test_long_rows_and_many_empty_ones_are_cut_into_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_and_many_empty_ones_are_cut_into_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import numpy as np
     from tokenloom_server.prepare import shards
 
@@ -407,7 +474,9 @@ def test_the_folder_goes_elsewhere_with_its_tokeniser(tmp_path: Path) -> None:
     assert end_of(order).digest == expected.digest
 
 
-def test_the_command_says_what_it_did_and_how_to_serve_it(folder: Path, tmp_path: Path, tokenloom: CommandLine) -> None:
+def test_the_command_says_what_it_did_and_how_to_serve_it(
+    folder: Path, tmp_path: Path, tokenloom: CommandLine
+) -> None:
     (folder / "mixture.yaml").write_text(yaml.safe_dump(mixture()))
     out = tmp_path / "out"
     ended = tokenloom("prepare", folder / "mixture.yaml", "--out", out, folder=tmp_path)
@@ -415,6 +484,8 @@ def test_the_command_says_what_it_did_and_how_to_serve_it(folder: Path, tmp_path
     assert "31 rows, 424 tokens, 0.0 MB in 3 shards" in ended.output
     assert f"serve it: tokenloom serve {out}/mixture.yaml" in ended.output
     assert "100%  31 rows, 424 tokens" in ended.output
-    refused = tokenloom("prepare", folder / "mixture.yaml", "--out", out, "--format", "parquet", folder=tmp_path)
+    refused = tokenloom(
+        "prepare", folder / "mixture.yaml", "--out", out, "--format", "parquet", folder=tmp_path
+    )
     assert refused.status == 2
     assert 'shards.format: it was "arrow", it is "parquet"' in refused.output

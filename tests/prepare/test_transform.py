@@ -91,7 +91,9 @@ def mixture(**options: Any) -> dict[str, Any]:
     return flat(["jsonl:data/*.jsonl:text"], tokenizer="bytes", **options)
 
 
-def run(folder: Path, out: str, name: str, *, limits: dict[str, Any] = LIMITS, **options: Any) -> Done:
+def run(
+    folder: Path, out: str, name: str, *, limits: dict[str, Any] = LIMITS, **options: Any
+) -> Done:
     document, of_job = mixture(), {"threads": 1, "shard_bytes": 2000}
     for field, value in options.items():
         if field in ("threads", "shuffled", "shard_bytes"):
@@ -135,35 +137,55 @@ def test_processes_that_a_function_starts_take_no_batch_and_give_no_answer(folde
 
 
 def test_rows_that_are_filtered_or_bad_do_not_reach_the_function(folder: Path) -> None:
-    scored = [{"text": f"{i} text", "score": i % 3} if i % 10 else {"text": i, "score": 2} for i in range(60)]
+    scored = [
+        {"text": f"{i} text", "score": i % 3} if i % 10 else {"text": i, "score": 2}
+        for i in range(60)
+    ]
     (folder / "data/1.jsonl").write_text("\n".join(map(json.dumps, scored)))
     (folder / "data/0.jsonl").unlink()
     done = run(folder, "out", "cleaning:words", filter="score >= 2", on_bad_row="skip")
     assert (done.bad_rows, done.filtered_rows) == (6, 36)
-    kept = [row["text"].split() for row in scored if row["score"] >= 2 and isinstance(row["text"], str)]
-    assert [text for text in texts_of(folder / "out") if text] == [word.upper() for words in kept for word in words]
+    kept = [
+        row["text"].split() for row in scored if row["score"] >= 2 and isinstance(row["text"], str)
+    ]
+    assert [text for text in texts_of(folder / "out") if text] == [
+        word.upper() for words in kept for word in words
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("careful", r"data/0\.jsonl: row 70: transform cleaning:careful failed: ValueError: no such row; mend"),
+        (
+            "careful",
+            r"data/0\.jsonl: row 70: transform cleaning:careful failed: ValueError: no such row; mend",
+        ),
         (
             "numbers",
             r"row 0: .*TypeError: it gave Int64Array, expected texts, or a record batch with these as",
         ),
-        ("dies", r"data/\d\.jsonl: rows \d+ to \d+: transform cleaning:dies failed: its process ended with -6"),
+        (
+            "dies",
+            r"data/\d\.jsonl: rows \d+ to \d+: transform cleaning:dies failed: its process ended with -6",
+        ),
         (
             "slow",
             r"data/\d\.jsonl: rows \d+ to \d+: transform cleaning:slow failed: it took too long",
         ),
-        ("forks_and_waits", r"rows \d+ to \d+: transform cleaning:forks_and_waits failed: it took too long"),
+        (
+            "forks_and_waits",
+            r"rows \d+ to \d+: transform cleaning:forks_and_waits failed: it took too long",
+        ),
         ("large", r"data/\d\.jsonl: row \d+: transform cleaning:large failed: MemoryError"),
         ("none", "no row of it has a token"),
     ],
 )
 def test_what_goes_wrong_names_file_and_row(folder: Path, name: str, message: str) -> None:
-    limits = {"seconds": 0.5, "memory_mb": 800} if name in ("slow", "large", "forks_and_waits") else LIMITS
+    limits = (
+        {"seconds": 0.5, "memory_mb": 800}
+        if name in ("slow", "large", "forks_and_waits")
+        else LIMITS
+    )
     with pytest.raises(SourceError, match=message):
         run(folder, "out", f"cleaning:{name}", limits=limits)
     assert not (folder / "out/mixture.yaml").exists()
@@ -171,7 +193,9 @@ def test_what_goes_wrong_names_file_and_row(folder: Path, name: str, message: st
 
 def test_other_code_is_refused_where_something_was_prepared(folder: Path) -> None:
     run(folder, "out", "cleaning:words")
-    with pytest.raises(ConfigError, match=r'transform\.name: it was "cleaning:words", it is "cleaning:same"'):
+    with pytest.raises(
+        ConfigError, match=r'transform\.name: it was "cleaning:words", it is "cleaning:same"'
+    ):
         run(folder, "out", "cleaning:same")
     (folder / "helper.py").write_text(HELPER + "# changed")
     with pytest.raises(ConfigError, match=r"transform\.digest: it was"):
@@ -203,9 +227,20 @@ def test_rows_in_a_drawn_order_are_refused(folder: Path) -> None:
 
 def test_a_killed_command_goes_on_to_the_same_bytes(folder: Path, tokenloom: CommandLine) -> None:
     write_jsonl(folder / "data/2.jsonl", text_rows(400, 2, 60))
-    (folder / "cleaning.py").write_text(CLEANING.replace("def words(batch):", "def words(batch):\n    time.sleep(0.2)"))
+    (folder / "cleaning.py").write_text(
+        CLEANING.replace("def words(batch):", "def words(batch):\n    time.sleep(0.2)")
+    )
     (folder / "mixture.yaml").write_text(yaml.safe_dump(mixture()))
-    arguments = ("prepare", "mixture.yaml", "--transform", "cleaning:words", "--out", "out", "--threads", "1")
+    arguments = (
+        "prepare",
+        "mixture.yaml",
+        "--transform",
+        "cleaning:words",
+        "--out",
+        "out",
+        "--threads",
+        "1",
+    )
     process = server_forks().fork(MAIN, arguments, output=folder / "log", folder=folder)
     journal = folder / "out/journal.jsonl"
     wait_for(lambda: journal.exists() and journal.stat().st_size > 100, "a shard")
@@ -219,7 +254,9 @@ def test_a_killed_command_goes_on_to_the_same_bytes(folder: Path, tokenloom: Com
 
 
 def test_what_a_function_prints_is_limited_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    printed = BytesIO(b"x" * 2 * processes.LOGGED_LINE_BYTES + b"\n" + b"line\n" * 3 * processes.LOGGED_LINES)
+    printed = BytesIO(
+        b"x" * 2 * processes.LOGGED_LINE_BYTES + b"\n" + b"line\n" * 3 * processes.LOGGED_LINES
+    )
     last: deque[bytes] = deque(maxlen=2)
     processes._log_printed("a:b", printed, last)
 

@@ -43,5 +43,7 @@ def test_the_hosts_of_a_url_are_without_their_ports() -> None:
     ],
 )
 def test_any_other_text_is_refused_with_the_expected_form(url: str) -> None:
-    with pytest.raises(ValueError, match=r"expected grpc://HOST:PORT/RUN, such as grpc://127\.0\.0\.1:50051"):
+    with pytest.raises(
+        ValueError, match=r"expected grpc://HOST:PORT/RUN, such as grpc://127\.0\.0\.1:50051"
+    ):
         Address.parse(url)

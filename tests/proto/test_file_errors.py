@@ -39,7 +39,9 @@ def without_rights() -> list[str]:
         return []
     setpriv = shutil.which("setpriv")
     if setpriv is None:
-        pytest.skip("root may read everything, and there is no setpriv (of util-linux) to give that up")
+        pytest.skip(
+            "root may read everything, and there is no setpriv (of util-linux) to give that up"
+        )
     return [setpriv, "--bounding-set=-dac_override,-dac_read_search"]
 
 
@@ -64,7 +66,10 @@ def test_every_path_of_a_command_that_may_not_be_entered_is_one_line_with_folder
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     good = mixture("good.yaml")
     serve = ["serve", good, "--grpc=127.0.0.1:0", "--rest=127.0.0.1:0", f"--index-dir={tmp_path}"]
-    data, link = mixture("data.yaml", "jsonl:closed/*.jsonl:text"), mixture("link.yaml", "jsonl:link/a.jsonl:text")
+    data, link = (
+        mixture("data.yaml", "jsonl:closed/*.jsonl:text"),
+        mixture("link.yaml", "jsonl:link/a.jsonl:text"),
+    )
     (tmp_path / "link").symlink_to(closed)
     (tmp_path / "open").mkdir()
     (tmp_path / "open" / "a.jsonl").write_text('{"text": "a"}\n')
@@ -73,7 +78,10 @@ def test_every_path_of_a_command_that_may_not_be_entered_is_one_line_with_folder
         "data": ["validate", data],
         "data below a root": ["validate", data, f"--data-root={tmp_path}"],
         "through a link": ["validate", link],
-        "one of the folders of a pattern": ["validate", mixture("folders.yaml", "jsonl:*/a.jsonl:text")],
+        "one of the folders of a pattern": [
+            "validate",
+            mixture("folders.yaml", "jsonl:*/a.jsonl:text"),
+        ],
         "folder of arrow files": ["validate", mixture("arrow.yaml", "arrow:closed/arrow:text")],
         "megatron": ["validate", mixture("megatron.yaml", "megatron:closed/prefix")],
         "tokeniser": ["validate", mixture("tokenizer.yaml", tokenizer="closed/tokenizer")],
@@ -90,7 +98,13 @@ def test_every_path_of_a_command_that_may_not_be_entered_is_one_line_with_folder
         "ledger": [*serve, f"--ledger=sqlite:///{closed}/ledger.db"],
         "made token": [*serve, "--make-token", f"--index-dir={closed}"],
         "own token": ["token", f"--index-dir={closed}"],
-        "named tokens made": ["token", "create", f"--tokens={closed}/tokens", "--name=a", "--scope=read"],
+        "named tokens made": [
+            "token",
+            "create",
+            f"--tokens={closed}/tokens",
+            "--name=a",
+            "--scope=read",
+        ],
     }
     run = [*without_rights, sys.executable, "-c", _RUN, json.dumps(commands)]
     said = json.loads(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
@@ -101,7 +115,9 @@ def test_every_path_of_a_command_that_may_not_be_entered_is_one_line_with_folder
     assert {each[1] for each in said.values()} == {"SystemExit(2)"}
 
 
-@pytest.mark.parametrize(("mode", "private", "remedy"), [(0o640, False, "chmod a+rX"), (0o600, True, "chown 0")])
+@pytest.mark.parametrize(
+    ("mode", "private", "remedy"), [(0o640, False, "chmod a+rX"), (0o600, True, "chown 0")]
+)
 def test_another_users_file_gets_a_right_to_read_unless_it_is_for_its_owner_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, private: bool, remedy: str
 ) -> None:
@@ -114,10 +130,19 @@ def test_another_users_file_gets_a_right_to_read_unless_it_is_for_its_owner_alon
 
     said = reason(PermissionError(13, "Permission denied", file), private=private)
 
-    assert f"user 0 may not read {file}, which is user 10001's, mode {mode:04o}: {remedy} {file}" in said
+    assert (
+        f"user 0 may not read {file}, which is user 10001's, mode {mode:04o}: {remedy} {file}"
+        in said
+    )
 
 
 def test_what_is_no_matter_of_rights_is_as_the_system_says_it(tmp_path: Path) -> None:
-    assert reason(FileNotFoundError(2, "No such file or directory", "a")) == "No such file or directory"
-    assert reason(PermissionError(1, "Operation not permitted", str(tmp_path))) == "Operation not permitted"
+    assert (
+        reason(FileNotFoundError(2, "No such file or directory", "a"))
+        == "No such file or directory"
+    )
+    assert (
+        reason(PermissionError(1, "Operation not permitted", str(tmp_path)))
+        == "Operation not permitted"
+    )
     assert reason(ValueError("no JSON")) == "no JSON"

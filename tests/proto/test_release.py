@@ -24,11 +24,15 @@ from typer.testing import CliRunner
         ("0.1.0", ""),
     ],
 )
-def test_one_minor_version_apart_works_and_what_is_not_known_is_left_to_the_wire(client: str, server: str) -> None:
+def test_one_minor_version_apart_works_and_what_is_not_known_is_left_to_the_wire(
+    client: str, server: str
+) -> None:
     require_compatible(client, server)
 
 
-@pytest.mark.parametrize(("client", "server"), [("0.1.0", "0.3.0"), ("0.4.0.dev1", "0.2.0"), ("1.0.0", "0.9.0")])
+@pytest.mark.parametrize(
+    ("client", "server"), [("0.1.0", "0.3.0"), ("0.4.0.dev1", "0.2.0"), ("1.0.0", "0.9.0")]
+)
 def test_further_is_refused_with_both_and_what_to_install(client: str, server: str) -> None:
     with pytest.raises(ProtocolError) as refused:
         require_compatible(client, server)

@@ -19,7 +19,10 @@ def test_a_source_is_known_as_soon_as_the_revision_that_brings_it_is_made(tmp_pa
     write_corpus(tmp_path)
     write_parquet(tmp_path / "data/extra.parquet", [[1, 2, 3] * 9] * 20)
     timeline = Timeline(order_of(tmp_path))
-    change = {"reason": "why", "add": [{"child": {"source": EXTRA, "alias": "extra"}, "to": "rest"}]}
+    change = {
+        "reason": "why",
+        "add": [{"child": {"source": EXTRA, "alias": "extra"}, "to": "rest"}],
+    }
     content = revise(timeline, MixtureChange.model_validate(change), 20)
     revision = StoredRevision(
         number=1, sample_index=20, made_at=0.0, author="", reason="why", content=canonical(content)

@@ -23,7 +23,9 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     faults.cache_clear()
 
 
-@pytest.mark.parametrize(("error", "counted"), [(Panic("no"), 2), (KeyError("no"), 2), (ConfigError("no"), 0)])
+@pytest.mark.parametrize(
+    ("error", "counted"), [(Panic("no"), 2), (KeyError("no"), 2), (ConfigError("no"), 0)]
+)
 def test_what_a_turn_raises_is_counted_said_once_and_followed_by_the_next(
     error: BaseException, counted: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,7 +21,18 @@ import pytest
 import tokenloom
 import xxhash
 import yaml
-from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, text_rows, write_corpus, write_jsonl, write_txt
+from support.corpora import (
+    CODE,
+    DOCS,
+    PROSE,
+    ROWS,
+    WIKI,
+    mixture,
+    text_rows,
+    write_corpus,
+    write_jsonl,
+    write_txt,
+)
 from support.served import over_grpc, runs_of
 from support.trainer import with_connection
 from tokenloom import EvaluationDataset, LocalDataset, RemoteDataset
@@ -30,7 +41,14 @@ from tokenloom_server.api.service import Runs
 from tokenloom_server.cli.app import app
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, OrderMismatch, SourceChanged
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LimitExceeded,
+    NotFound,
+    OrderMismatch,
+    SourceChanged,
+)
 from tokenloom_server.replay.evaluation import Evaluation, EvaluationCall, Slice
 from tokenloom_server.run.delivery import EndOfData, Waiting
 from typer.testing import CliRunner
@@ -62,15 +80,21 @@ def held_out(share: float = SHARE, **fields: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(folder: Path, document: Mapping[str, Any], ledger: str = "ledger.db") -> Iterator[tuple[str, Runs]]:
+def serving(
+    folder: Path, document: Mapping[str, Any], ledger: str = "ledger.db"
+) -> Iterator[tuple[str, Runs]]:
     path = folder / "mixture.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     with runs_of(folder, path, ledger=ledger) as runs, over_grpc(runs) as address:
         yield f"grpc://{address}/{document['run']}", runs
 
 
-def evaluating(url: str, batch_size: int, *, stream: str = "validation", **options: Any) -> EvaluationDataset:
-    return EvaluationDataset(url, batch_size, stream=stream, **with_connection({"batch_timeout_s": 20.0} | options))
+def evaluating(
+    url: str, batch_size: int, *, stream: str = "validation", **options: Any
+) -> EvaluationDataset:
+    return EvaluationDataset(
+        url, batch_size, stream=stream, **with_connection({"batch_timeout_s": 20.0} | options)
+    )
 
 
 def samples_of(batch: Mapping[str, Any]) -> Iterator[tuple[int, Sample]]:
@@ -96,7 +120,10 @@ def evaluated(url: str, world_size: int = 1, batch_size: int = 4, **options: Any
             steps.add(len(batches))
             # What is of the whole step is the same on each rank.
             ends.add(
-                tuple((each["sample_index"], each["global_tokens"], each["global_label_tokens"]) for each in batches)
+                tuple(
+                    (each["sample_index"], each["global_tokens"], each["global_label_tokens"])
+                    for each in batches
+                )
             )
             for at, sample in (each for batch in batches for each in samples_of(batch)):
                 assert at not in found
@@ -110,13 +137,20 @@ def evaluated(url: str, world_size: int = 1, batch_size: int = 4, **options: Any
 
 
 def test_two_iterators_of_one_evaluation_at_a_time_are_refused(held: Held) -> None:
-    with evaluating(held.url, 4) as dataset, pytest.raises(RuntimeError, match=r"another iter.*make two datasets"):
+    with (
+        evaluating(held.url, 4) as dataset,
+        pytest.raises(RuntimeError, match=r"another iter.*make two datasets"),
+    ):
         list(zip(dataset, dataset, strict=True))
 
 
-def trained(url: str, steps: int | None = None, attempt: str = "a", **options: Any) -> list[tuple[int, str]]:
+def trained(
+    url: str, steps: int | None = None, attempt: str = "a", **options: Any
+) -> list[tuple[int, str]]:
     """One rank trains from where the run stands: where each step ended, and the digest there."""
-    with RemoteDataset(url, 2, rank=0, world_size=1, attempt=attempt, **with_connection(options)) as dataset:
+    with RemoteDataset(
+        url, 2, rank=0, world_size=1, attempt=attempt, **with_connection(options)
+    ) as dataset:
         return [(dataset.sample_index, dataset.digest) for _ in islice(dataset, steps)]
 
 
@@ -134,15 +168,22 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
         yield Held(url, runs, evaluated(url))
 
 
-def test_every_number_of_ranks_and_every_server_gives_the_same_samples(held: Held, folder: Path) -> None:
+def test_every_number_of_ranks_and_every_server_gives_the_same_samples(
+    held: Held, folder: Path
+) -> None:
     assert {sample.source for sample in held.whole} == {0, 1, 2, 3}
     for world_size, batch_size in ((1, 1), (2, 3), (4, 5)):
         assert evaluated(held.url, world_size, batch_size) == held.whole
         assert evaluated(held.url, world_size, batch_size, samples=17) == held.whole[:17]
-    alone = {name: evaluated(held.url, stream=f"validation/{name}") for name in ("code", "docs", PROSE, WIKI)}
+    alone = {
+        name: evaluated(held.url, stream=f"validation/{name}")
+        for name in ("code", "docs", PROSE, WIKI)
+    }
     assert [{sample.source for sample in of} for of in alone.values()] == [{0}, {1}, {2}, {3}]
     # The same samples of each source, by itself and in the mixture.
-    assert [sample for of in alone.values() for sample in of] == sorted(held.whole, key=lambda sample: sample.source)
+    assert [sample for of in alone.values() for sample in of] == sorted(
+        held.whole, key=lambda sample: sample.source
+    )
     with serving(folder, held_out()) as (url, _):
         assert evaluated(url, 3, 2) == held.whole
 
@@ -158,12 +199,21 @@ def rows_of(spec: str) -> Iterator[tuple[tuple[int, ...], bool]]:
         if isinstance(row, str):
             yield tuple(row.encode()), is_held(row.encode())
         else:
-            yield tuple(row), is_held(np.array(row, np.uint16 if spec == CODE else np.int32).tobytes())
+            yield (
+                tuple(row),
+                is_held(np.array(row, np.uint16 if spec == CODE else np.int32).tobytes()),
+            )
 
 
 def documents(samples: list[Sample], source: int) -> Counter[tuple[int, ...]]:
     """Of a source's samples, the documents, each without the end-of-text id."""
-    tokens = [token for sample in samples if sample.source == source for token in sample.labels if token != -100]
+    tokens = [
+        token
+        for sample in samples
+        if sample.source == source
+        for token in sample.labels
+        if token != -100
+    ]
     found: list[list[int]] = [[]]
     for token in tokens:
         if token == 256:
@@ -176,10 +226,16 @@ def documents(samples: list[Sample], source: int) -> Counter[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     "packing",
-    [{"tail": "pad"}, {"packing": "best_fit", "sequence_length": 256}, {"packing": "none", "sequence_length": 256}],
+    [
+        {"tail": "pad"},
+        {"packing": "best_fit", "sequence_length": 256},
+        {"packing": "none", "sequence_length": 256},
+    ],
     ids=["concat", "best fit", "unpacked"],
 )
-def test_training_and_validation_together_are_the_files(folder: Path, packing: dict[str, Any]) -> None:
+def test_training_and_validation_together_are_the_files(
+    folder: Path, packing: dict[str, Any]
+) -> None:
     with serving(folder, held_out(**packing)) as (url, _):
         held = evaluated(url, 2, 3)
         with RemoteDataset(url, 1, rank=0, world_size=1, attempt="a") as dataset:
@@ -188,13 +244,18 @@ def test_training_and_validation_together_are_the_files(folder: Path, packing: d
         rows = list(rows_of(spec))
         epochs = 2 if spec == DOCS else 1
         assert documents(held, source) == Counter(row for row, is_out in rows if is_out)
-        assert documents(kept, source) == Counter(row for row, is_out in rows * epochs if not is_out)
+        assert documents(kept, source) == Counter(
+            row for row, is_out in rows * epochs if not is_out
+        )
 
 
 def counters(runs: Runs, folder: Path, ledger: str) -> dict[str, Any]:
     """What a run knows of itself that does not follow from the clock."""
     stats = runs.get("test").stats.read().model_dump()
-    told = {key: stats[key] for key in ("generation", "world_size", "sample_index", "digest", "total_tokens", "ended")}
+    told = {
+        key: stats[key]
+        for key in ("generation", "world_size", "sample_index", "digest", "total_tokens", "ended")
+    }
     told["sources"] = [(one["samples"], one["rows"], one["tokens"]) for one in stats["sources"]]
     told["ranks"] = [(rank["rank"], rank["position"]) for rank in stats["ranks"]]
     with closing(sqlite3.connect(folder / ledger)) as connection:
@@ -239,19 +300,25 @@ def test_a_dataset_begins_anew_each_time_and_has_no_state(held: Held) -> None:
         assert (dataset.sample_index, dataset.generation, dataset.total_tokens) == (6, 0, 6 * 8)
         assert dataset.real_tokens == first[-1]["real_tokens"] > 0
         again = list(dataset)
-        assert [list(samples_of(batch)) for batch in again[:3]] == [list(samples_of(batch)) for batch in first]
+        assert [list(samples_of(batch)) for batch in again[:3]] == [
+            list(samples_of(batch)) for batch in first
+        ]
         assert len(again) == 5
         assert not hasattr(dataset, "state_dict")
         with RemoteDataset(held.url, 2, rank=0, world_size=1, attempt="a") as training:
             next(iter(training))
             with training.evaluation(samples=9) as same:
-                assert [list(samples_of(batch)) for batch in same] == [list(samples_of(batch)) for batch in again]
+                assert [list(samples_of(batch)) for batch in same] == [
+                    list(samples_of(batch)) for batch in again
+                ]
             with pytest.raises(TypeError, match=r"no len\(\)"):
                 len(training)
             assert training
 
 
-def test_where_there_are_fewer_samples_these_are_evaluated_on(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_there_are_fewer_samples_these_are_evaluated_on(
+    held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "tokenloom"):
         assert evaluated(held.url, 2, samples=10**6) == held.whole
     assert f"stream validation has {len(held.whole)} samples, not 1000000" in caplog.text
@@ -266,7 +333,9 @@ def test_what_cannot_be_evaluated_is_refused_with_what_there_is(held: Held, fold
             evaluated(held.url, stream=stream)
     with pytest.raises(tokenloom.JoinRefused, match="take another batch size"):
         evaluated(held.url, batch_size=2**24)
-    none = pytest.raises(tokenloom.NotFound, match="has no sample: all of its documents together fill none")
+    none = pytest.raises(
+        tokenloom.NotFound, match="has no sample: all of its documents together fill none"
+    )
     with serving(folder, held_out(1e-9)) as (url, _), none:
         evaluated(url)
     for options, says in (
@@ -281,7 +350,9 @@ def test_what_cannot_be_evaluated_is_refused_with_what_there_is(held: Held, fold
         RemoteDataset(url, [(0, 2)], rank=0, world_size=1, attempt="a").evaluation()
 
 
-def test_losses_of_a_stream_beside_training_have_the_names_of_its_sources_and_are_not_reported(folder: Path) -> None:
+def test_losses_of_a_stream_beside_training_have_the_names_of_its_sources_and_are_not_reported(
+    folder: Path,
+) -> None:
     with serving(folder, held_out(tail="pad")) as (url, _), evaluating(url, 4) as dataset:
         source_loss = tokenloom.SourceLoss(dataset)
         for batch in dataset:
@@ -316,7 +387,9 @@ def test_a_stream_with_files_of_its_own_stays_what_it_was(folder: Path) -> None:
     write_jsonl(folder / "bench/b.jsonl", text_rows(12, 51, 9))
     with serving(folder, with_benchmark()) as (url, _):
         assert evaluated(url, 3, 1, stream="benchmark") == first
-    another = pytest.raises(ConfigError, match=r"streams.benchmark: its mixture is not the one that it began with")
+    another = pytest.raises(
+        ConfigError, match=r"streams.benchmark: its mixture is not the one that it began with"
+    )
     with another, serving(folder, with_benchmark(epochs=1)):
         pass
     write_jsonl(folder / "bench/a.jsonl", rows[1:])
@@ -325,10 +398,18 @@ def test_a_stream_with_files_of_its_own_stays_what_it_was(folder: Path) -> None:
 
 
 def test_sources_of_every_phase_are_validated(folder: Path) -> None:
-    later = {"policy": "weighted", "children": [{"source": WIKI, "holdout": SHARE}, {"source": PROSE}]}
-    earlier = {"policy": "sequential", "children": [{"source": CODE, "holdout": SHARE}, {"source": DOCS}]}
+    later = {
+        "policy": "weighted",
+        "children": [{"source": WIKI, "holdout": SHARE}, {"source": PROSE}],
+    }
+    earlier = {
+        "policy": "sequential",
+        "children": [{"source": CODE, "holdout": SHARE}, {"source": DOCS}],
+    }
     phases = [{"until_tokens": 80}, {"mixture": later}]
-    with serving(folder, mixture(mixture=earlier, phases=phases, last_micro_step="pad", tail="pad")) as (url, _):
+    with serving(
+        folder, mixture(mixture=earlier, phases=phases, last_micro_step="pad", tail="pad")
+    ) as (url, _):
         found = evaluated(url)
         with RemoteDataset(url, 2, rank=0, world_size=1, attempt="a") as training:
             next(iter(training))
@@ -342,7 +423,9 @@ def test_sources_of_every_phase_are_validated(folder: Path) -> None:
 def test_a_fault_is_told_behind_what_is_good_and_tried_again(folder: Path) -> None:
     rows = text_rows(40, 60, 9)
     write_txt(folder / "bench.txt", rows)
-    streams = {"bench": {"mixture": {"policy": "weighted", "children": [{"source": "txt:bench.txt:text"}]}}}
+    streams = {
+        "bench": {"mixture": {"policy": "weighted", "children": [{"source": "txt:bench.txt:text"}]}}
+    }
     content = (folder / "bench.txt").read_bytes()
     half = content.index(b"\n", len(content) // 2) + 1
     (folder / "bench.txt").write_bytes(content[:half] + b"\xff\xfe\n" + content[half:])
@@ -387,7 +470,9 @@ def test_a_stream_goes_on_where_it_broke_and_nowhere_else(held: Held) -> None:
     assert isinstance(more, Slice)
     assert more.ends == [30]
     with pytest.raises(OrderMismatch, match="sample 12 of stream 'validation' has digest"):
-        served.evaluations.open(served.coordinator.uid, call, 12, first.digests[0]).next(20.0, never)
+        served.evaluations.open(served.coordinator.uid, call, 12, first.digests[0]).next(
+            20.0, never
+        )
 
 
 def test_the_samples_of_a_server_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,10 +510,15 @@ def test_streams_are_told_of(folder: Path) -> None:
     document = held_out(0.25) | {"streams": with_benchmark()["streams"]}
     with serving(folder, document) as (_, runs):
         assert runs.get("test").stats.read().streams == ["benchmark", "validation"]
-    told = CliRunner().invoke(app, ["validate", str(folder / "mixture.yaml")], env={"COLUMNS": "200"})
+    told = CliRunner().invoke(
+        app, ["validate", str(folder / "mixture.yaml")], env={"COLUMNS": "200"}
+    )
     assert told.exit_code == 0, told.output
     assert "stream to evaluate on: benchmark, of jsonl:bench/*.jsonl:text (1 files)" in told.output
-    assert f"stream to evaluate on: validation, of 0.25 of code, 0.25 of docs, 0.25 of {PROSE}" in told.output
+    assert (
+        f"stream to evaluate on: validation, of 0.25 of code, 0.25 of docs, 0.25 of {PROSE}"
+        in told.output
+    )
 
 
 def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +534,11 @@ def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.Mo
             runs.get("test").traces.evaluated("valid", 0, False)
         for index, sample in [*enumerate(samples)][::3]:
             found = runs.get("test").traces.evaluated("validation", index, True)
-            assert (found.status, found.sample, found.source_id) == ("evaluated", index, sample.source)
+            assert (found.status, found.sample, found.source_id) == (
+                "evaluated",
+                index,
+                sample.source,
+            )
             assert found.ids == list(sample.ids)
             for document in found.documents:
                 row = ROWS[SOURCES[sample.source]][document.shard_index][document.row]
@@ -456,7 +550,9 @@ def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.Mo
                 )
 
 
-def test_the_page_of_docs_runs_as_it_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_docs_runs_as_it_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = re.findall(r"```python\n(.*?)```", DOCS_PAGE.read_text(encoding="utf-8"), re.S)
     assert len(code) == 1
     with serving(folder, held_out(sequence_length=32)) as (url, _):
@@ -464,4 +560,6 @@ def test_the_page_of_docs_runs_as_it_is_written(folder: Path, capsys: pytest.Cap
         runpy.run_path(str(folder / "page.py"), {"url": url})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 1
-    assert all(re.fullmatch(r"step \d+  loss \d+\.\d+  validation \d+\.\d+", line) for line in lines)
+    assert all(
+        re.fullmatch(r"step \d+  loss \d+\.\d+  validation \d+\.\d+", line) for line in lines
+    )

@@ -44,7 +44,9 @@ def ids(served: ServedRun) -> list[bytes]:
 
 
 def joined(served: ServedRun, resume: str = "", **fields: Any) -> State:
-    call = PeekCall(**{"rank": 0, "world_size": 1, "batch_size": 1, "resume": resume, "state": b""} | fields)
+    call = PeekCall(
+        **{"rank": 0, "world_size": 1, "batch_size": 1, "resume": resume, "state": b""} | fields
+    )
     return served.peeks.join(call)[1]
 
 
@@ -60,14 +62,19 @@ def shown(peek: Peek, count: int) -> list[bytes]:
     return found
 
 
-def test_a_peek_after_a_skip_shows_what_the_run_gives_there(served: ServedRun, ids: list[bytes]) -> None:
+def test_a_peek_after_a_skip_shows_what_the_run_gives_there(
+    served: ServedRun, ids: list[bytes]
+) -> None:
     Trainer(served, 1, 1).train_to(40)
     assert sum(source.skipped_samples for source in joined(served, "60").sources) == 0
     served.restores.restore(sample_index=20, skip_samples=10)
     Trainer(served, 1, 1).take(1)
     for at, passed in ((19, 0), (20, 10), (60, 10)):
         state = joined(served, str(at))
-        assert (state.sample_index, sum(source.skipped_samples for source in state.sources)) == (at, passed)
+        assert (state.sample_index, sum(source.skipped_samples for source in state.sources)) == (
+            at,
+            passed,
+        )
         with served.peeks.open(served.coordinator.uid, at, 1) as peek:
             peek.progress(at, 3)
             assert shown(peek, 3) == (ids[:20] + ids[30:])[at : at + 3]
@@ -78,7 +85,9 @@ def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
 ) -> None:
     monkeypatch.setattr("tokenloom_server.run.past.AHEAD_SAMPLES", 5)
     assert joined(served, "5").sample_index == 5
-    with pytest.raises(BeyondHorizon, match=r"sample 11 is 6 samples beyond sample 5, .* goes 5 further at most"):
+    with pytest.raises(
+        BeyondHorizon, match=r"sample 11 is 6 samples beyond sample 5, .* goes 5 further at most"
+    ):
         joined(served, "11")
     Trainer(served, 1, 1).train_to(40)
     for at in (39, 20, 40, 45):
@@ -89,7 +98,9 @@ def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
         joined(served, "70")
 
 
-def test_a_peek_gives_what_the_credits_allow_and_no_more(served: ServedRun, ids: list[bytes]) -> None:
+def test_a_peek_gives_what_the_credits_allow_and_no_more(
+    served: ServedRun, ids: list[bytes]
+) -> None:
     with served.peeks.open(served.coordinator.uid, 3, 2) as peek:
         peek.progress(3, 2)
         made = peek.next(PATIENCE_S, never)
@@ -99,7 +110,9 @@ def test_a_peek_gives_what_the_credits_allow_and_no_more(served: ServedRun, ids:
         peek.progress(5, 2)
         assert shown(peek, 1) == ids[7:9]
         assert peek.next(0.05, never) == Waiting("")
-        with pytest.raises(JoinRefused, match="reports sample 11 as consumed, but it was sent nothing beyond 9"):
+        with pytest.raises(
+            JoinRefused, match="reports sample 11 as consumed, but it was sent nothing beyond 9"
+        ):
             peek.progress(11, 2)
 
 
@@ -163,15 +176,23 @@ def test_a_client_that_came_with_other_data_is_told(served: ServedRun) -> None:
             assert len(shown(peek, 1)) == 1
     with (
         served.peeks.open(served.coordinator.uid, 9, 1, "1" * 32) as peek,
-        pytest.raises(OrderMismatch, match=f"sample 9 has digest {digest} here, but this peek came there with 1111"),
+        pytest.raises(
+            OrderMismatch,
+            match=f"sample 9 has digest {digest} here, but this peek came there with 1111",
+        ),
     ):
         peek.progress(9, 1)
         peek.next(PATIENCE_S, never)
-    with pytest.raises(NotFound, match="this peek began with another-uid"), served.peeks.open("another-uid", 9, 1):
+    with (
+        pytest.raises(NotFound, match="this peek began with another-uid"),
+        served.peeks.open("another-uid", 9, 1),
+    ):
         pass
 
 
-def test_the_states_that_are_remembered_are_bounded(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_states_that_are_remembered_are_bounded(
+    served: ServedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tokenloom_server.run.past.KNOWN_STATES", 3)
     for at in (1, 2, 3, 1, 4):
         joined(served, str(at))
@@ -232,7 +253,11 @@ def test_what_cannot_be_looked_at_is_refused_by_name(served: ServedRun) -> None:
     forged = seal(unseal(trainer.state()) | {"digest": "1" * 32}).encode()
     for fields, error, says in (
         ({"resume": "9" * 17}, NotFound, "run 'test' has no snapshot '99999999999999999' .newest"),
-        ({"batch_size": 10**7}, JoinRefused, "a peek's micro-step of 10000000 samples has 160000000 bytes; expected 1"),
+        (
+            {"batch_size": 10**7},
+            JoinRefused,
+            "a peek's micro-step of 10000000 samples has 160000000 bytes; expected 1",
+        ),
         ({"rank": 1, "world_size": 2}, JoinRefused, "rank 1 of 2; expected rank 0 of 1"),
         ({"state": forged}, SnapshotInvalid, "going forward .* gives digest"),
     ):
@@ -240,7 +265,9 @@ def test_what_cannot_be_looked_at_is_refused_by_name(served: ServedRun) -> None:
             joined(served, **fields)
 
 
-def test_a_run_that_nobody_joined_is_looked_at_and_begins_as_before(served: ServedRun, ids: list[bytes]) -> None:
+def test_a_run_that_nobody_joined_is_looked_at_and_begins_as_before(
+    served: ServedRun, ids: list[bytes]
+) -> None:
     for _ in range(MAX_PEEKS + 1):  # the place of one that is at the end is free again
         with served.peeks.open(served.coordinator.uid, len(ids) - 1, 1) as peek:
             peek.progress(len(ids) - 1, 2)
@@ -258,5 +285,10 @@ def test_a_padded_last_micro_step_is_padded_for_who_looks_too(folder: Path, tmp_
             peek.progress(end - 1, 1)
             made = peek.next(PATIENCE_S, never)
             assert isinstance(made, Delivery)
-            assert (made.group.source_ids[0, made.first] >= 0).tolist() == [True, False, False, False]
+            assert (made.group.source_ids[0, made.first] >= 0).tolist() == [
+                True,
+                False,
+                False,
+                False,
+            ]
             assert made.group.marks[made.first].sample_index == end

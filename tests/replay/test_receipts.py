@@ -15,7 +15,13 @@ from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.replay.receipts import unique_tokens
 from tokenloom_server.reports.model_card import markdown
-from tokenloom_server.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range, RevisionInfo
+from tokenloom_server.reports.receipt import (
+    BatchSizeFrom,
+    ExclusionReport,
+    GenerationReport,
+    Range,
+    RevisionInfo,
+)
 from tokenloom_server.reports.stats import SourceStats
 from tokenloom_server.run.past import with_samples
 
@@ -50,7 +56,9 @@ def figure_of(state: State, epochs: float) -> SourceStats:
 
 
 @pytest.mark.parametrize("epochs", [0.5, 1, 2.5])
-def test_unique_tokens_are_what_a_recount_finds_at_every_sample(folder: Path, epochs: float) -> None:
+def test_unique_tokens_are_what_a_recount_finds_at_every_sample(
+    folder: Path, epochs: float
+) -> None:
     order = read_for(folder, epochs)
     pipeline = order.pipeline(order.initial())
     exact = []
@@ -63,7 +71,9 @@ def test_unique_tokens_are_what_a_recount_finds_at_every_sample(folder: Path, ep
     assert state.sources[0].exhausted
     found = _check(state, epochs)
     assert found.exact is (float(epochs).is_integer() or epochs < 1)
-    assert exact.count(True) >= min(EPOCH // LENGTH, len(exact)) - 1, "within the first epoch nothing is estimated"
+    assert exact.count(True) >= min(EPOCH // LENGTH, len(exact)) - 1, (
+        "within the first epoch nothing is estimated"
+    )
     if epochs > 1:
         assert not all(exact)
 
@@ -74,12 +84,16 @@ def _check(state: State, epochs: float) -> Any:
     if found.exact:
         assert found.tokens == truth
     else:
-        assert found.tokens == pytest.approx(truth, rel=0.2), "by rows, which are of similar length in the mean"
+        assert found.tokens == pytest.approx(truth, rel=0.2), (
+            "by rows, which are of similar length in the mean"
+        )
         assert found.tokens <= state.sources[0].tokens
     return found
 
 
-def test_a_source_that_ended_by_its_tokens_is_reported_where_it_stands(folder: Path, tmp_path: Path) -> None:
+def test_a_source_that_ended_by_its_tokens_is_reported_where_it_stands(
+    folder: Path, tmp_path: Path
+) -> None:
     document = flat([CODE])
     document["mixture"]["children"][0] |= {"epochs": 3, "max_tokens": 800}
     with serving(folder, tmp_path, document) as served:
@@ -98,10 +112,14 @@ def test_revisions_are_in_the_receipts_after_them_and_in_the_report(
 ) -> None:
     monkeypatch.setattr("tokenloom_server.run.sizing.MESSAGE_STEPS", 4)
     rows = tmp_path / "takedown.csv"
-    rows.write_text("spec,shard,row\n" + "".join(f"{CODE},data/code-0.parquet,{row}\n" for row in range(9, 13)))
+    rows.write_text(
+        "spec,shard,row\n" + "".join(f"{CODE},data/code-0.parquet,{row}\n" for row in range(9, 13))
+    )
     with serving(folder, tmp_path, flat([CODE, WIKI], window_micro_steps=4)) as served:
         trainer = Trainer(served, 1, 1).train_to(4)
-        index = revise(served, reason="taken down", author="ada", exclude={"file": str(rows)}).sample_index
+        index = revise(
+            served, reason="taken down", author="ada", exclude={"file": str(rows)}
+        ).sample_index
         trainer.train_to(index + 10)
         for sample in (index - 1, index, index + 1, index + 10):
             receipt = served.receipts.receipt(sample)
@@ -115,7 +133,9 @@ def test_revisions_are_in_the_receipts_after_them_and_in_the_report(
     assert [source.excluded_rows for source in report.sources] == [4, 0]
 
 
-def test_what_was_skipped_is_in_the_receipts_and_counted_apart_in_the_report(folder: Path, tmp_path: Path) -> None:
+def test_what_was_skipped_is_in_the_receipts_and_counted_apart_in_the_report(
+    folder: Path, tmp_path: Path
+) -> None:
     with serving(folder, tmp_path, flat([CODE, WIKI])) as served:
         Trainer(served, 2, 4).train(4)
         served.restores.restore(sample_index=20, skip_samples=9)
@@ -124,11 +144,18 @@ def test_what_was_skipped_is_in_the_receipts_and_counted_apart_in_the_report(fol
             receipt = served.receipts.receipt(index)
             assert len(receipt.revisions) == revisions
         report = served.receipts.report()
-    assert (report.sample_index, report.total_tokens, report.consumed_tokens) == (40, 40 * LENGTH, 40 * LENGTH)
+    assert (report.sample_index, report.total_tokens, report.consumed_tokens) == (
+        40,
+        40 * LENGTH,
+        40 * LENGTH,
+    )
     assert sum(source.skipped_tokens for source in report.sources) == 9 * LENGTH
     (revision,) = report.revisions
     assert revision.changes == ["at sample 20, 9 samples of the order are passed over"]
-    assert [launch.kept for launch in report.generations] == [Range(first=0, end=20), Range(first=20, end=40)]
+    assert [launch.kept for launch in report.generations] == [
+        Range(first=0, end=20),
+        Range(first=20, end=40),
+    ]
 
 
 def opening(generation: int, parent: int, start: int) -> Opening:
@@ -180,7 +207,9 @@ def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> 
         start_index=64,
         kept=Range(first=64, end=4096),
     )
-    gone = launch.model_copy(update={"generation": 1, "parent": 0, "start_index": 0, "kept": None, "batch_sizes": []})
+    gone = launch.model_copy(
+        update={"generation": 1, "parent": 0, "start_index": 0, "kept": None, "batch_sizes": []}
+    )
     sources = [source.model_copy(update={"unique_is_exact": False}) for source in report.sources]
     sources[0] = sources[0].model_copy(update={"excluded_rows": 7})
     revision = RevisionInfo(
@@ -211,19 +240,37 @@ def test_a_card_says_all_of_a_report_and_its_names_do_not_break_its_tables() -> 
         "ended": "all sources are exhausted",
     }
     text = markdown(report.model_copy(update=changes))
-    assert "| 1 | 2027-01-15 08:00 | 8 × 4 | 0 | the beginning | none: a later launch began at or before it |" in text
+    assert (
+        "| 1 | 2027-01-15 08:00 | 8 × 4 | 0 | the beginning | none: a later launch began at or before it |"
+        in text
+    )
     assert "| 2 | 2027-01-15 08:00 | 8 × 4, 8 from 2,048 on | 64 | launch 1 | 64 to 4,095 |" in text
-    assert "The first 40 samples (640 tokens) are those of `base`, which this run was forked from. 3 of them" in text
+    assert (
+        "The first 40 samples (640 tokens) are those of `base`, which this run was forked from. 3 of them"
+        in text
+    )
     assert "| forked from | run uid `` u`1 ``, generation 2 |" in text
     assert "| skipped tokens, given to no trainer | " in text
-    assert "2,097,152 tokens in 4,093 samples (of 512 tokens by now; phases before had others), where" in text
+    assert (
+        "2,097,152 tokens in 4,093 samples (of 512 tokens by now; phases before had others), where"
+        in text
+    )
     assert "2,097,152 tokens in 4,096 samples of 512. 2,097,152 of them unique" in markdown(report)
     assert "where the data end: all sources are exhausted" in text
-    assert "| 640 | 5,120 | ada | take\\|down | code: weight 2 → 3; code: 7 rows left out of each epoch |" in text
+    assert (
+        "| 640 | 5,120 | ada | take\\|down | code: weight 2 → 3; code: 7 rows left out of each epoch |"
+        in text
+    )
     assert f"| `takedown\\|2.csv` | 7 | `{'12' * 32}` |" in text
     assert "- `code`: 7 rows of each epoch" in text
     assert "about 1,048,576 (estimated)" in text
-    for value in (report.digest, report.config_digest, report.manifest_digest, report.tokenizer.digest, "0.10.0"):
+    for value in (
+        report.digest,
+        report.config_digest,
+        report.manifest_digest,
+        report.tokenizer.digest,
+        "0.10.0",
+    ):
         assert value in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     (row,) = [line for line in tables if "`` a" in line]

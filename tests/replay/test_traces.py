@@ -96,14 +96,20 @@ DOCUMENTS = {
         sequence_length=3,
         mixture={
             "policy": "round_robin",
-            "children": [{"source": CODE, "epochs": 2.5}, {"source": PROSE, "epochs": 3}, {"source": DOCS}],
+            "children": [
+                {"source": CODE, "epochs": 2.5},
+                {"source": PROSE, "epochs": 3},
+                {"source": DOCS},
+            ],
         },
     ),
 }
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Path, name: str) -> None:
+def test_the_documents_of_every_sample_are_the_sample(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
     with serving(folder, tmp_path, DOCUMENTS[name]) as served:
         order = served.coordinator.order
         trainer = Trainer(served, 1, 1).train_to(10**6)
@@ -118,7 +124,11 @@ def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Pa
                 continue
             ids = ids_of(wire)
             found = served.traces.sample(index, None, index % 7 == 0)
-            assert (found.sample, found.source_id, found.spec) == (index, source, order.record.specs[source])
+            assert (found.sample, found.source_id, found.spec) == (
+                index,
+                source,
+                order.record.specs[source],
+            )
             assert (found.generation, found.status, found.micro_step, found.rank, found.place) == (
                 1,
                 "committed",
@@ -142,8 +152,15 @@ def test_the_documents_of_every_sample_are_the_sample(folder: Path, tmp_path: Pa
                 assert found.ids == ids
                 texts = "".join(document.text or "" for document in found.documents)
                 if found.spec in (DOCS, PROSE):
-                    assert texts.replace("<|endoftext|>", "") == bytes(i for i in ids if i != END).decode()
-        assert {(DOCS, PATHS[DOCS][0], 0), (CODE, PATHS[CODE][1], 0), (PROSE, PATHS[PROSE][1], 0)} <= touched
+                    assert (
+                        texts.replace("<|endoftext|>", "")
+                        == bytes(i for i in ids if i != END).decode()
+                    )
+        assert {
+            (DOCS, PATHS[DOCS][0], 0),
+            (CODE, PATHS[CODE][1], 0),
+            (PROSE, PATHS[PROSE][1], 0),
+        } <= touched
         assert max(epoch for _, _, epoch in touched) == (2 if "fractions" in name else 1)
 
 
@@ -156,7 +173,9 @@ def served(folder: Path, tmp_path: Path) -> Iterator[ServedRun]:
 # Steps and generations
 
 
-def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(folder: Path, tmp_path: Path) -> None:
+def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(
+    folder: Path, tmp_path: Path
+) -> None:
     document = flat([DOCS, PROSE], last_micro_step="pad", sequence_length=16)
     with serving(folder, tmp_path, document) as served:
         trainer = Trainer(served, 1, 4).train_to(10**6)
@@ -171,9 +190,13 @@ def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(folde
             (only,) = found.ranks
             assert only.padding == 4 - (found.end - found.begin)
             assert [sample.sample for sample in only.samples] == list(range(found.begin, found.end))
-        with pytest.raises(BeyondHorizon, match=rf"micro-step {step + 1} of run 'test' was not .* before {length};"):
+        with pytest.raises(
+            BeyondHorizon, match=rf"micro-step {step + 1} of run 'test' was not .* before {length};"
+        ):
             served.traces.micro_step(step + 1, None, None, False)
-        with pytest.raises(BeyondHorizon, match=rf"sample {length} of run 'test' was not delivered"):
+        with pytest.raises(
+            BeyondHorizon, match=rf"sample {length} of run 'test' was not delivered"
+        ):
             served.traces.sample(length, None, False)
 
 
@@ -182,7 +205,9 @@ def test_a_generation_that_was_taken_back_is_still_told(served: ServedRun) -> No
     text, _ = served.snapshots.at(20)
     second = Trainer(served, 1, 2, state=text.encode()).train_to(30)
     assert second.ranks[0].joined.opening.parent == 1
-    assert {i: second.taken()[i] for i in range(20, 30)} == {i: first.taken()[i] for i in range(20, 30)}
+    assert {i: second.taken()[i] for i in range(20, 30)} == {
+        i: first.taken()[i] for i in range(20, 30)
+    }
     told = {
         (19, None): (1, "committed", 19, 0),
         (20, None): (2, "committed", 0, 0),
@@ -200,13 +225,21 @@ def test_a_generation_that_was_taken_back_is_still_told(served: ServedRun) -> No
     rewound = served.traces.micro_step(49, 0, 1, True).ranks[0].samples[0]
     assert rewound == served.traces.sample(49, 1, True)
     # Nothing that lies ahead of the present generation is told of it.
-    with pytest.raises(BeyondHorizon, match=r"generation 2, which began at sample 20, has produced those before"):
+    with pytest.raises(
+        BeyondHorizon, match=r"generation 2, which began at sample 20, has produced those before"
+    ):
         served.traces.sample(10**6, None, False)
-    with pytest.raises(BeyondHorizon, match=r"sample 1000000 is \d+ samples beyond sample .* goes 65536 further"):
+    with pytest.raises(
+        BeyondHorizon, match=r"sample 1000000 is \d+ samples beyond sample .* goes 65536 further"
+    ):
         served.traces.sample(10**6, 1, False)
-    with pytest.raises(BeyondHorizon, match=r"micro-step 5000 of generation 1 does not exist: .* the data end at"):
+    with pytest.raises(
+        BeyondHorizon, match=r"micro-step 5000 of generation 1 does not exist: .* the data end at"
+    ):
         served.traces.micro_step(5000, None, 1, False)
-    with pytest.raises(BeyondHorizon, match=r"sample 5000 does not exist: the data end at sample \d+"):
+    with pytest.raises(
+        BeyondHorizon, match=r"sample 5000 does not exist: the data end at sample \d+"
+    ):
         served.traces.sample(5000, 1, False)
     with pytest.raises(NotFound, match=r"there is no generation 3; the ledger has 1 to 2"):
         served.traces.sample(0, 3, False)
@@ -214,7 +247,9 @@ def test_a_generation_that_was_taken_back_is_still_told(served: ServedRun) -> No
         served.traces.micro_step(0, 1, None, False)
 
 
-def test_micro_steps_are_traced_as_each_rank_got_them_also_after_a_restart(folder: Path, tmp_path: Path) -> None:
+def test_micro_steps_are_traced_as_each_rank_got_them_also_after_a_restart(
+    folder: Path, tmp_path: Path
+) -> None:
     server = Place(folder, tmp_path, mixture(window_micro_steps=4))
     first = Trainer(server.serve(), 3, 2)
     first.train(6)
@@ -225,7 +260,11 @@ def test_micro_steps_are_traced_as_each_rank_got_them_also_after_a_restart(folde
         for number in range(len(trainer.taken()) // step_samples):
             found = traces.micro_step(number, None, generation, False)
             begin = start + number * step_samples
-            assert (found.begin, found.end, found.world_size) == (begin, begin + step_samples, len(trainer.ranks))
+            assert (found.begin, found.end, found.world_size) == (
+                begin,
+                begin + step_samples,
+                len(trainer.ranks),
+            )
             for rank, traced in zip(trainer.ranks, found.ranks, strict=True):
                 assert traces.micro_step(number, traced.rank, generation, False).ranks == [traced]
                 got = sorted(index for index in rank.taken if found.begin <= index < found.end)
@@ -233,7 +272,11 @@ def test_micro_steps_are_traced_as_each_rank_got_them_also_after_a_restart(folde
                 for place, sample in enumerate(traced.samples):
                     source, wire = rank.taken[sample.sample]
                     assert (sample.source_id, documents_ids(sample)) == (source, ids_of(wire))
-                    assert (sample.micro_step, sample.rank, sample.place) == (number, traced.rank, place)
+                    assert (sample.micro_step, sample.rank, sample.place) == (
+                        number,
+                        traced.rank,
+                        place,
+                    )
                     rewound = generation == 1 and sample.sample >= 24
                     assert sample.status == ("rewound" if rewound else "committed")
                     assert traces.sample(sample.sample, generation, False) == sample
@@ -261,7 +304,9 @@ def test_how_far_an_old_generation_came_is_taken_from_its_journal(
     Trainer(served, 1, 1, resume="fresh").train_to(4)
     coordinator = served.coordinator
     for _ in range(3):
-        coordinator.ledger.execute(ThinJournal(coordinator.uid, coordinator.stream, coordinator.lease.epoch))
+        coordinator.ledger.execute(
+            ThinJournal(coordinator.uid, coordinator.stream, coordinator.lease.epoch)
+        )
     digest = 0
     for index in range(64):
         source, wire = first.taken()[index]
@@ -278,13 +323,20 @@ def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
         Trainer(served, 1, 4).train_to(10**6)
         assert len(served.traces.micro_step(1, None, None, False).ranks[0].samples) == 4
         monkeypatch.setattr("tokenloom_server.replay.trace.MAX_DOCUMENTS", 3)
-        with pytest.raises(LimitExceeded, match=r"4 samples have more than 3 documents, .* ask for one rank"):
+        with pytest.raises(
+            LimitExceeded, match=r"4 samples have more than 3 documents, .* ask for one rank"
+        ):
             served.traces.micro_step(1, None, None, False)
         monkeypatch.setattr("tokenloom_server.replay.trace.MAX_TEXT_TOKENS", 100)
-        with pytest.raises(LimitExceeded, match="and one trace tells of 100 at most with their text: ask for one rank"):
+        with pytest.raises(
+            LimitExceeded,
+            match="and one trace tells of 100 at most with their text: ask for one rank",
+        ):
             served.traces.micro_step(1, None, None, True)
         monkeypatch.setattr("tokenloom_server.replay.trace.MAX_TOKENS", 63)
-        with pytest.raises(LimitExceeded, match="4 samples have 128 tokens, and one trace tells of 63 at most"):
+        with pytest.raises(
+            LimitExceeded, match="4 samples have 128 tokens, and one trace tells of 63 at most"
+        ):
             served.traces.micro_step(1, None, None, False)
         assert len(served.traces.sample(4, None, False).documents) > 0
 
@@ -335,7 +387,9 @@ def test_rows_that_changed_since_are_not_told_as_if_they_were_the_sample(tmp_pat
         path.write_bytes(path.read_bytes().translate(bytes.maketrans(b"123", b"321")))
         # A change that shows by the time of writing is refused when the file is opened again.
         os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
-        with pytest.raises(OrderMismatch, match=r"sample \d of run 'test' has other tokens than its rows"):
+        with pytest.raises(
+            OrderMismatch, match=r"sample \d of run 'test' has other tokens than its rows"
+        ):
             next(explain(order, group, None, False))
 
 
@@ -360,7 +414,9 @@ def told_as_received(
         assert (found.source_id, documents_ids(found)) == (source, ids_of(wire)), index
 
 
-def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(revisable: Place, tmp_path: Path) -> None:
+def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(
+    revisable: Place, tmp_path: Path
+) -> None:
     excluded = tmp_path / "out.jsonl"
     lines = [{"spec": CODE, "shard": PATHS[CODE][0], "row": row} for row in range(5, 14)]
     excluded.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -388,7 +444,9 @@ def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(revis
     late = Trainer(served, 1, 7, resume="fresh").train_to(10**6)
     for step in range(len(late.taken()) // 7):
         found = served.traces.micro_step(step, 0, 2, True)
-        assert [sample.sample for sample in found.ranks[0].samples] == list(range(step * 7, step * 7 + 7))
+        assert [sample.sample for sample in found.ranks[0].samples] == list(
+            range(step * 7, step * 7 + 7)
+        )
         for sample in found.ranks[0].samples:
             assert documents_ids(sample) == sample.ids == ids_of(late.taken()[sample.sample].ids)
 
@@ -406,7 +464,9 @@ def test_a_generation_from_before_a_revision_is_told_without_it(revisable: Place
     told_as_received(served, first, range(60), 1)
     told_as_received(served, first, range(20))
     for step in range(60):
-        assert served.traces.micro_step(step, 0, 1, True).ranks[0].samples[0].ids == ids_of(first.taken()[step].ids)
+        assert served.traces.micro_step(step, 0, 1, True).ranks[0].samples[0].ids == ids_of(
+            first.taken()[step].ids
+        )
 
 
 def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_late(
@@ -416,7 +476,8 @@ def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_la
     with ExitStack() as open_peeks:
         trainer = Trainer(served, 1, 1).train_to(4)
         near, far, resting = (
-            open_peeks.enter_context(served.peeks.open(served.coordinator.uid, at, 1)) for at in (5, 70, 70)
+            open_peeks.enter_context(served.peeks.open(served.coordinator.uid, at, 1))
+            for at in (5, 70, 70)
         )
         seen = []
         for peek, at in ((near, 5), (far, 70), (resting, 70)):
@@ -433,7 +494,10 @@ def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_la
         assert shown == [trainer.taken()[at].ids for at in range(5, 66)]
         for peek in (far, resting):
             peek.progress(71, 1)
-            with pytest.raises(OrderMismatch, match=rf"the mixture was revised at sample {index} while this peek was"):
+            with pytest.raises(
+                OrderMismatch,
+                match=rf"the mixture was revised at sample {index} while this peek was",
+            ):
                 _taken(peek, 1)
         with served.peeks.open(served.coordinator.uid, 70, 1) as again:
             again.progress(70, 1)
@@ -466,8 +530,12 @@ def assert_numbered(served: ServedRun, line: dict[int, Any]) -> None:
     """That a source's samples have the numbers in which the trainers of a line got them, and that any is drawn."""
     for source, spec in enumerate(served.coordinator.order.record.specs):
         indices = [index for index in sorted(line) if line[index].source == source]
-        assert [served.traces.of_source(spec, i, False).sample for i in range(len(indices))] == indices
-        with pytest.raises(BeyondHorizon, match=rf"has given {len(indices)} samples .* found {len(indices)}"):
+        assert [
+            served.traces.of_source(spec, i, False).sample for i in range(len(indices))
+        ] == indices
+        with pytest.raises(
+            BeyondHorizon, match=rf"has given {len(indices)} samples .* found {len(indices)}"
+        ):
             served.traces.of_source(spec, len(indices), False)
         drawn = {served.traces.of_source(spec, None, False).sample for _ in range(6)}
         assert len(drawn) > 1 and drawn <= {*indices}
@@ -493,7 +561,9 @@ def test_the_samples_of_a_source_are_counted_over_launches_revisions_and_restart
     assert_numbered(served, {i: line[i] for i in range(boundary)})
     sample = served.traces.of_source("docs", 2, True)
     assert sample == served.traces.sample(sample.sample, None, True)
-    with pytest.raises(NotFound, match=r"source: run 'test' has no source 'web'; it has .*, 'docs'"):
+    with pytest.raises(
+        NotFound, match=r"source: run 'test' has no source 'web'; it has .*, 'docs'"
+    ):
         served.traces.of_source("web", 0, False)
 
 
@@ -515,16 +585,22 @@ def test_rows_in_batches_have_numbers_and_shapes(tmp_path: Path) -> None:
     ],
     ids=["boundaries", "mask", "both"],
 )
-def test_parts_of_documents_say_which_ids_are_labels(tmp_path: Path, labels: str, fields: dict[str, Any]) -> None:
+def test_parts_of_documents_say_which_ids_are_labels(
+    tmp_path: Path, labels: str, fields: dict[str, Any]
+) -> None:
     folder = write_corpus(tmp_path / "corpus")
     lengths = numbers(60, 77, 0, 50)
     words = b"a\xc3\xa9\xe2\x82\xac b"  # of one, two and three bytes
     table = {
         "ids": pa.array([list((words * 9)[:n]) for n in lengths], pa.list_(pa.int32())),
-        "mask": pa.array([numbers(n, 500 + i, 0, 2) for i, n in enumerate(lengths)], pa.list_(pa.int8())),
+        "mask": pa.array(
+            [numbers(n, 500 + i, 0, 2) for i, n in enumerate(lengths)], pa.list_(pa.int8())
+        ),
     }
     pq.write_table(pa.table(table), folder / "data/masked.parquet")
-    document = flat([PROSE, "parquet:data/masked.parquet:ids"], labels=labels, sequence_length=24, pad_id=0)
+    document = flat(
+        [PROSE, "parquet:data/masked.parquet:ids"], labels=labels, sequence_length=24, pad_id=0
+    )
     document |= {name: value for name, value in fields.items() if name != "loss_mask"}
     document["mixture"]["children"][1] |= {"loss_mask": "mask"} if "loss_mask" in fields else {}
     with serving(folder, tmp_path, document) as served:
@@ -536,11 +612,16 @@ def test_parts_of_documents_say_which_ids_are_labels(tmp_path: Path, labels: str
             sample = served.traces.sample(index, None, True)
             counted: list[bool] = []
             for each in sample.documents:
-                parts = each.parts or [TracedPart(tokens=each.end - each.begin, counts=True, text=each.text)]
+                parts = each.parts or [
+                    TracedPart(tokens=each.end - each.begin, counts=True, text=each.text)
+                ]
                 counted += [part.counts for part in parts for _ in range(part.tokens)]
                 shown = "".join(part.text or "" for part in parts)
                 # A character that two parts share is none in either.
-                assert all(one in (other, "\ufffd") for one, other in zip(shown, each.text or "", strict=True))
+                assert all(
+                    one in (other, "\ufffd")
+                    for one, other in zip(shown, each.text or "", strict=True)
+                )
                 divided += len(parts) > 1
             assert len(counted) == len(sample.ids or ())
             assert sum(counted[1:]) == group.real_tokens(index)[1]
@@ -548,7 +629,9 @@ def test_parts_of_documents_say_which_ids_are_labels(tmp_path: Path, labels: str
         assert served.traces.sample(1, None, False).documents[0].parts is None
 
 
-def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(revisable: Place) -> None:
+def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
+    revisable: Place,
+) -> None:
     served = revisable.serve()
     first = Trainer(served, 1, 1).train_to(4)
     text, _ = served.snapshots.at(4)

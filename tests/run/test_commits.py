@@ -44,7 +44,9 @@ def test_committed_counters_are_a_recount_of_what_the_ranks_took(
     assert place.counters() == recount(served, kept | again.taken())
 
 
-def test_a_new_attempt_that_takes_over_a_streaming_run_is_committed_like_the_first(served: ServedRun) -> None:
+def test_a_new_attempt_that_takes_over_a_streaming_run_is_committed_like_the_first(
+    served: ServedRun,
+) -> None:
     for _ in range(5):
         # The committer is between two commits of the old generation when the new one comes.
         Trainer(served, resume="fresh").take(3)
@@ -56,7 +58,9 @@ def test_a_new_attempt_that_takes_over_a_streaming_run_is_committed_like_the_fir
 # --- fences ------------------------------------------------------------------------------------------
 
 
-def test_a_fenced_generation_gets_nothing_and_moves_nothing(place: Place, served: ServedRun, trainer: Trainer) -> None:
+def test_a_fenced_generation_gets_nothing_and_moves_nothing(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
     trainer.take(2)
     state, rank, coordinator = trainer.state(), trainer.ranks[0], served.coordinator
     rank.receive()
@@ -70,7 +74,9 @@ def test_a_fenced_generation_gets_nothing_and_moves_nothing(place: Place, served
         rank.connect(served)
     with pytest.raises(Fenced):
         commit = replace(place.committed(), sample_index=99)
-        place.ledger.execute(Commit(coordinator.uid, "train", coordinator.lease.epoch, 1, commit, False))
+        place.ledger.execute(
+            Commit(coordinator.uid, "train", coordinator.lease.epoch, 1, commit, False)
+        )
     assert place.written() == before
     coordinator.sessions.detach(rank.session)
     new.take(1)
@@ -80,7 +86,9 @@ def test_a_rank_that_waits_hears_of_the_new_generation_at_once(
     served: ServedRun, trainer: Trainer, in_thread: Any
 ) -> None:
     trainer.ranks[0].take(6)
-    outcome = in_thread(lambda: served.coordinator.sessions.next_for(trainer.ranks[0].session, PATIENCE_S, never))
+    outcome = in_thread(
+        lambda: served.coordinator.sessions.next_for(trainer.ranks[0].session, PATIENCE_S, never)
+    )
     Trainer(served, resume="fresh")
     assert isinstance(outcome(2.0), Fenced)
 
@@ -97,11 +105,15 @@ def test_a_rank_of_another_attempt_is_fenced_even_where_a_lost_ledger_gave_its_n
     trainer.train(2)
 
 
-def test_one_rank_with_another_digest_stops_all_of_them(served: ServedRun, trainer: Trainer) -> None:
+def test_one_rank_with_another_digest_stops_all_of_them(
+    served: ServedRun, trainer: Trainer
+) -> None:
     trainer.take(2)
     rank = trainer.ranks[1]
     with pytest.raises(OrderMismatch, match="rank 1 has digest ffff"):
-        served.coordinator.sessions.attach(rank.joined.uid, 1, 1, rank.call.nonce, rank.consumed, 0, "f" * 32)
+        served.coordinator.sessions.attach(
+            rank.joined.uid, 1, 1, rank.call.nonce, rank.consumed, 0, "f" * 32
+        )
     with pytest.raises(OrderMismatch, match="the ranks no longer see one order"):
         trainer.take(9)
 
@@ -116,7 +128,9 @@ def test_a_server_whose_client_met_a_newer_one_sends_nothing_more(
     rank = trainer.ranks[0]
     place.serve()
     with pytest.raises(NotLeader, match="served at server epoch 2 already, and this is 1"):
-        served.coordinator.sessions.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
+        served.coordinator.sessions.attach(
+            rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2
+        )
     with pytest.raises(NotLeader):
         trainer.take(9)
 
@@ -126,7 +140,9 @@ def test_a_client_that_met_an_epoch_which_the_ledger_forgot_hears_of_lost_data_a
 ) -> None:
     # A Redis that came back empty while its server was killed, too, counts its servers from 1 again.
     trainer.take(1)
-    with pytest.raises(LedgerRolledBack, match=r"server epoch 2, but the ledger .* none beyond 1: it lost data"):
+    with pytest.raises(
+        LedgerRolledBack, match=r"server epoch 2, but the ledger .* none beyond 1: it lost data"
+    ):
         served.coordinator.sessions.attach("of before", 1, 0, "zombie", 0, 0, "", 2)
     trainer.train(9)
     assert place.committed().sample_index == trainer.index
@@ -142,7 +158,9 @@ def test_a_client_that_met_a_newer_server_gets_nothing_while_the_ledger_cannot_s
     rank = trainer.ranks[0]
     monkeypatch.setattr(place.ledger, "read_run", unavailable)
     with pytest.raises(LedgerUnavailable):
-        served.coordinator.sessions.attach(rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2)
+        served.coordinator.sessions.attach(
+            rank.joined.uid, 1, 0, rank.call.nonce, rank.consumed, 0, "", 2
+        )
     with pytest.raises(NotLeader, match="served at server epoch 2 already, and this is 1"):
         served.coordinator.require_lead()
 
@@ -154,12 +172,16 @@ def test_a_stream_that_a_newer_one_of_its_process_overtook_does_not_take_its_pla
     trainer.train(1)
     rank, coordinator = trainer.ranks[0], served.coordinator
     # The first message may have had more micro-steps than the one that was trained on.
-    attach = functools.partial(coordinator.sessions.attach, rank.joined.uid, 1, 0, rank.call.nonce, rank.received, 0)
+    attach = functools.partial(
+        coordinator.sessions.attach, rank.joined.uid, 1, 0, rank.call.nonce, rank.received, 0
+    )
     rank.session = attach(stream_number=2)
     with pytest.raises(Fenced, match="a newer stream of rank 0"):
         attach(stream_number=1)
     with pytest.raises(AttemptUsed):  # of another process's number nothing is known
-        coordinator.sessions.attach(rank.joined.uid, 1, 0, "another", rank.received, 0, stream_number=9)
+        coordinator.sessions.attach(
+            rank.joined.uid, 1, 0, "another", rank.received, 0, stream_number=9
+        )
     coordinator.sessions.progress(rank.session, rank.consumed, 1000)
     rank.session = attach(stream_number=3)
     coordinator.sessions.progress(rank.session, rank.consumed, 1000)
@@ -185,13 +207,18 @@ def test_of_two_servers_the_older_fails_closed_at_its_next_commit(
     assert place.counters() == recount(newer, trainer.taken())
 
 
-def test_a_server_whose_epoch_the_ledger_gave_out_twice_leads_no_longer(place: Place, served: ServedRun) -> None:
+def test_a_server_whose_epoch_the_ledger_gave_out_twice_leads_no_longer(
+    place: Place, served: ServedRun
+) -> None:
     assert served.coordinator.leads()
     with contextlib.closing(sqlite3.connect(place.ledger_path)) as file, file:
         file.execute("UPDATE leases SET holder = 'another'")
     served.leadership.step()
     assert not served.coordinator.leads()
-    assert "another has the lease of run 'test', at this server's own epoch" in served.coordinator.lease.stands_by_for
+    assert (
+        "another has the lease of run 'test', at this server's own epoch"
+        in served.coordinator.lease.stands_by_for
+    )
 
 
 # --- a ledger that says something else ---------------------------------------------------------------
@@ -204,7 +231,9 @@ def commit_another_order(served: ServedRun, place: Place, index: int) -> None:
     state: State = points.forward(point)
     resume_state = coordinator.timeline.encode(point.base or coordinator.timeline.initial())
     commit = replace(commit_of(coordinator.timeline, state, resume_state), digest="f" * 32)
-    place.ledger.execute(Commit(coordinator.uid, "train", coordinator.lease.epoch, 1, commit, False))
+    place.ledger.execute(
+        Commit(coordinator.uid, "train", coordinator.lease.epoch, 1, commit, False)
+    )
 
 
 def test_a_commit_that_contradicts_the_ledger_stops_everything(
@@ -229,7 +258,9 @@ def test_a_restarted_server_that_produces_another_order_delivers_nothing(
         again.coordinator.sessions.next_for(rank.session, PATIENCE_S, never)
 
 
-def test_a_rank_that_comes_while_the_lease_is_lost_asks_again(place: Place, trainer: Trainer) -> None:
+def test_a_rank_that_comes_while_the_lease_is_lost_asks_again(
+    place: Place, trainer: Trainer
+) -> None:
     trainer.train(1)
     served = place.restart()
     claim = place.ledger.execute_all
@@ -239,7 +270,9 @@ def test_a_rank_that_comes_while_the_lease_is_lost_asks_again(place: Place, trai
         return claim(some)
 
     place.ledger.execute_all = lose_lease  # type: ignore[method-assign]
-    with pytest.raises(NotLeader, match="does not lead run 'test': it stands by: the lease was lost on purpose"):
+    with pytest.raises(
+        NotLeader, match="does not lead run 'test': it stands by: the lease was lost on purpose"
+    ):
         trainer.ranks[0].connect(served)
 
 
@@ -253,11 +286,15 @@ def test_a_ledger_that_lost_commits_is_refused(place: Place, trainer: Trainer) -
     trainer.ranks[0].committed_seen = 20
     place.stop()
     served = place.serve(older)
-    with pytest.raises(LedgerRolledBack, match="rank 0 saw a commit at sample 20, but the ledger is at 4"):
+    with pytest.raises(
+        LedgerRolledBack, match="rank 0 saw a commit at sample 20, but the ledger is at 4"
+    ):
         trainer.ranks[0].connect(served)
 
 
-@pytest.mark.parametrize(("generation", "index", "lost"), [(1, 4, True), (1, 8, False), (2, 4, False), (0, 0, True)])
+@pytest.mark.parametrize(
+    ("generation", "index", "lost"), [(1, 4, True), (1, 8, False), (2, 4, False), (0, 0, True)]
+)
 def test_a_loss_is_reported_until_the_ledger_has_caught_up_perhaps_by_another_server(
     place: Place, served: ServedRun, trainer: Trainer, generation: int, index: int, lost: bool
 ) -> None:
@@ -271,14 +308,20 @@ def test_a_loss_is_reported_until_the_ledger_has_caught_up_perhaps_by_another_se
         committed=replace(place.committed(), sample_index=index) if generation else None,
     )
     now = coordinator.clock()
-    coordinator.leadership.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
+    coordinator.leadership.lead(
+        coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15
+    )
     assert isinstance(coordinator.view().error, LedgerRolledBack) == lost
 
 
-def test_a_ledger_that_begins_anew_has_no_rate_of_before(place: Place, served: ServedRun, trainer: Trainer) -> None:
+def test_a_ledger_that_begins_anew_has_no_rate_of_before(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
     trainer.train(2)
     Trainer(served, state=trainer.state())  # a launch at sample 8, so rates begin with its tokens
     coordinator, stored = served.coordinator, replace(place.stored(), opening=None, committed=None)
     now = coordinator.clock()
-    coordinator.leadership.lead(coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15)
+    coordinator.leadership.lead(
+        coordinator.lease.epoch, stored, coordinator.timeline, now, now + 15
+    )
     assert coordinator.view().tokens_per_s == 0.0

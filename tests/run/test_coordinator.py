@@ -39,10 +39,14 @@ def test_a_wait_names_the_rank_that_holds_the_others_back(served: ServedRun) -> 
     assert coordinator.view().waiting == Waiting("a trainer", "ranks")
     first = Rank(served, call_of(0))
     first.take(6)
-    assert coordinator.sessions.next_for(first.session, 0.1, never) == Waiting("rank 1 to connect", "ranks")
+    assert coordinator.sessions.next_for(first.session, 0.1, never) == Waiting(
+        "rank 1 to connect", "ranks"
+    )
     Rank(served, call_of(1)).take(2)
     first.take(2)
-    assert coordinator.sessions.next_for(first.session, 0.1, never) == Waiting("rank 1 to go on from sample 8", "ranks")
+    assert coordinator.sessions.next_for(first.session, 0.1, never) == Waiting(
+        "rank 1 to go on from sample 8", "ranks"
+    )
 
 
 def test_what_a_run_waits_for_has_a_reason(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +68,9 @@ def test_what_a_run_waits_for_has_a_reason(place: Place, monkeypatch: pytest.Mon
     with io_stats.waiting("s3://bucket/a.parquet") as wait:
         assert coordinator.view().waiting.reason == "rows"
         wait.since -= 3
-        assert coordinator.view().waiting == Waiting("storage: s3://bucket/a.parquet (for 3 s)", "storage")
+        assert coordinator.view().waiting == Waiting(
+            "storage: s3://bucket/a.parquet (for 3 s)", "storage"
+        )
     may_fill.set()
     # Full window, nobody consumes: training sets the pace.
     deadline = time.monotonic() + PATIENCE_S
@@ -81,7 +87,9 @@ def test_what_a_run_waits_for_has_a_reason(place: Place, monkeypatch: pytest.Mon
     assert (stats.waiting_for, stats.waiting_reason) == ("the lease: another server", "lease")
 
 
-def test_ranks_say_how_long_they_waited_for_data(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_say_how_long_they_waited_for_data(
+    served: ServedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [100.0]
     monkeypatch.setattr(served.coordinator._context, "clock", lambda: clock[0])
     first, second = (Rank(served, call_of(rank)) for rank in range(2))
@@ -98,12 +106,17 @@ def test_ranks_say_how_long_they_waited_for_data(served: ServedRun, monkeypatch:
     assert [rank.waited_s for rank in stats.ranks] == [9, 1]
     # The one that waits least: the other may wait for that one.
     assert stats.data_wait_share == pytest.approx(0.1)
-    assert "the data sets the pace: ranks waited for data 10% of the last half a minute" in printed(stats)
+    assert "the data sets the pace: ranks waited for data 10% of the last half a minute" in printed(
+        stats
+    )
     for _ in range(5):
         stats = report(10, 9, 1)
     assert stats.data_wait_share == 0
     assert "training sets the pace: ranks waited for data 0%" in printed(stats)
-    assert "rank 0: connected, at sample 0 (lag 0), heard 0.0 s ago, waited 9.0 s for data" in printed(stats)
+    assert (
+        "rank 0: connected, at sample 0 (lag 0), heard 0.0 s ago, waited 9.0 s for data"
+        in printed(stats)
+    )
     # A hostile, or an older, client changes nothing.
     for waited_s in math.nan, math.inf, -5.0, 0.0:
         stats = report(1, waited_s, waited_s)
@@ -122,7 +135,9 @@ def test_a_missing_file_stops_the_run_after_all_that_came_before_it(tmp_path: Pa
         with pytest.raises(SourceError, match=r"code-1\.parquet"):
             trainer.take(1000)
         assert trainer.taken()
-        assert served.coordinator.not_ready() is None, "the attempt that goes on after it must reach the server"
+        assert served.coordinator.not_ready() is None, (
+            "the attempt that goes on after it must reach the server"
+        )
 
 
 def test_every_good_step_before_a_bad_row_is_delivered_and_committed_then_the_error_names_the_line(

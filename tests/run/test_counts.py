@@ -34,10 +34,18 @@ def recount(served: ServedRun, samples: dict[int, Sample], end: int) -> dict[str
         if order.config.batching is None:
             # Of a padded sample those of its ids that are inputs, too.
             ids = len(form.ids(sample.ids))
-            real = ids - (form.width - form.length) if form.padding == "left" else min(ids, form.length)
+            real = (
+                ids - (form.width - form.length)
+                if form.padding == "left"
+                else min(ids, form.length)
+            )
         spec = timeline.segments[-1].factory.record.specs[sample.source]
         own = counts.setdefault(spec, {"samples": 0, "tokens": 0, "real_tokens": 0})
-        for field, more in (("samples", 1), ("tokens", order.config.sequence_length), ("real_tokens", real)):
+        for field, more in (
+            ("samples", 1),
+            ("tokens", order.config.sequence_length),
+            ("real_tokens", real),
+        ):
             own[field] += more
     return counts
 
@@ -71,7 +79,9 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_states_of_ranks_at_different_places_count_what_all_ranks_got(
     made: Callable[..., Place], name: str, lanes: int
 ) -> None:
-    fields = flat([CODE, DOCS, PROSE, WIKI], last_micro_step="pad", window_micro_steps=12, **RUNS[name])
+    fields = flat(
+        [CODE, DOCS, PROSE, WIKI], last_micro_step="pad", window_micro_steps=12, **RUNS[name]
+    )
     for child in epochs(fields, 7)["mixture"]["children"]:
         child["lanes"] = lanes
     served = made(**fields).serve()
@@ -96,7 +106,10 @@ def test_states_of_ranks_at_different_places_count_what_all_ranks_got(
     assert padded == (name not in ("always full", "boundaries masked"))
     # The counters that a restore starts from lag; those in `counts` do not.
     between = unseal(trainer.state(320))["resume_state"]
-    assert between["sample_index"] == 288 and sum(entry["samples"] for entry in between["datasets"]) == 288
+    assert (
+        between["sample_index"] == 288
+        and sum(entry["samples"] for entry in between["datasets"]) == 288
+    )
 
 
 def test_rows_of_batches_are_counted(tmp_path: Path) -> None:
@@ -105,19 +118,21 @@ def test_rows_of_batches_are_counted(tmp_path: Path) -> None:
         trainer = Trainer(served, 2, 2)
         samples = trainer.take(100)
         for point in trainer.ranks[0].history._points:
-            assert counts_in(trainer.state(point.sample_index)) == recount(served, samples, point.sample_index)
+            assert counts_in(trainer.state(point.sample_index)) == recount(
+                served, samples, point.sample_index
+            )
 
 
-def test_a_restore_counts_itself_and_refuses_a_difference(place: Place, served: ServedRun, trainer: Trainer) -> None:
+def test_a_restore_counts_itself_and_refuses_a_difference(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
     trainer.train(7)
     text = trainer.state()
     assert trainer.index % 24  # between two boundaries
     counts = counts_in(text)
     for field, value in counts[CODE].items():
         named = {**counts[CODE], field: value + 1}
-        expected = (
-            rf"counts: {re.escape(repr(CODE))} has .*'{field}': {value + 1}.* to sample 28 gives .*'{field}': {value}"
-        )
+        expected = rf"counts: {re.escape(repr(CODE))} has .*'{field}': {value + 1}.* to sample 28 gives .*'{field}': {value}"
         with pytest.raises(SnapshotInvalid, match=expected):
             Trainer(served, state=changed(text, counts={**counts, CODE: named}), takeover=True)
     for changes, fault in (

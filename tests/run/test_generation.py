@@ -7,7 +7,14 @@ from typing import cast
 
 import pytest
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
+from tokenloom_server.errors import (
+    AttemptUsed,
+    BeyondHorizon,
+    Fenced,
+    JoinRefused,
+    LedgerRolledBack,
+    OrderMismatch,
+)
 from tokenloom_server.order.batch_plans import BatchPlans
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.run.delivery import Delivery, EndOfData
@@ -86,9 +93,14 @@ class Producer:
         return generation.produced - before
 
 
-def plan_of(start: int = 0, world_size: int = 2, batch_size: int = 3, group_micro_steps: int = 4) -> BatchPlan:
+def plan_of(
+    start: int = 0, world_size: int = 2, batch_size: int = 3, group_micro_steps: int = 4
+) -> BatchPlan:
     return BatchPlan(
-        start_index=start, world_size=world_size, batch_size=batch_size, group_micro_steps=group_micro_steps
+        start_index=start,
+        world_size=world_size,
+        batch_size=batch_size,
+        group_micro_steps=group_micro_steps,
     )
 
 
@@ -98,7 +110,13 @@ def generation_of(
     made = plan_of(**plan)
     messages = [message_steps or made.group_micro_steps]
     return Generation(
-        3, "attempt", BatchPlans.constant(made), [window], messages, pads_last_micro_step=pads, committed=committed
+        3,
+        "attempt",
+        BatchPlans.constant(made),
+        [window],
+        messages,
+        pads_last_micro_step=pads,
+        committed=committed,
     )
 
 
@@ -110,7 +128,9 @@ def produced(generation: Generation, total: int = 10**9, pad: bool = False) -> G
     return generation
 
 
-def attached(generation: Generation, at: int | None = None, credit_micro_steps: int = 100) -> list[int]:
+def attached(
+    generation: Generation, at: int | None = None, credit_micro_steps: int = 100
+) -> list[int]:
     committed = generation.index_of(generation.committed)
     at = committed if at is None else at
     sessions = []
@@ -267,7 +287,9 @@ def test_an_error_flushes_what_was_produced() -> None:
     assert not generation.consumed_all(0)
 
 
-@pytest.mark.parametrize(("total", "pad", "end", "dropped"), [(47, False, 42, 5), (47, True, 47, 0), (48, True, 48, 0)])
+@pytest.mark.parametrize(
+    ("total", "pad", "end", "dropped"), [(47, False, 42, 5), (47, True, 47, 0), (48, True, 48, 0)]
+)
 def test_every_rank_ends_at_the_same_step(total: int, pad: bool, end: int, dropped: int) -> None:
     generation = generation_of(window=20)
     sessions = attached(generation)
@@ -302,7 +324,14 @@ def test_data_may_end_before_the_first_step() -> None:
     [
         (0, 0, 0, 0, AttemptUsed, "rank 0 of attempt 'attempt' is another process's"),
         (0, 2, 0, 0, JoinRefused, "rank 2 is not below the world size 2"),
-        (2, 1, 18, 18, LedgerRolledBack, "rank 1 saw a commit at sample 18, but the ledger is at 12"),
+        (
+            2,
+            1,
+            18,
+            18,
+            LedgerRolledBack,
+            "rank 1 saw a commit at sample 18, but the ledger is at 12",
+        ),
         (2, 1, 6, 6, JoinRefused, "rank 1 goes on at sample 6, but all ranks acknowledged 12"),
     ],
 )
@@ -332,7 +361,9 @@ def test_a_stream_whose_place_was_taken_hears_so() -> None:
 @pytest.mark.parametrize("at", [1, 5, 7, -6, -1])
 def test_a_position_that_no_step_ends_at_is_refused(at: int) -> None:
     generation = generation_of()
-    with pytest.raises(JoinRefused, match=f"received_through is sample {at}, but no micro-step of generation 3"):
+    with pytest.raises(
+        JoinRefused, match=f"received_through is sample {at}, but no micro-step of generation 3"
+    ):
         generation.attach(0, "nonce-0", at, 0, 0.0)
     session = attached(generation)[0]
     with pytest.raises(JoinRefused, match=f"rank 0's consumed_through is sample {at}"):
@@ -351,7 +382,9 @@ def test_what_was_not_sent_cannot_be_consumed() -> None:
     generation = generation_of()
     session = attached(generation)[0]
     produced(generation)
-    with pytest.raises(JoinRefused, match="reports sample 6 as consumed, but it was sent nothing beyond 0"):
+    with pytest.raises(
+        JoinRefused, match="reports sample 6 as consumed, but it was sent nothing beyond 0"
+    ):
         generation.progress(0, session, 6, 1, 0.0)
 
 
@@ -396,11 +429,18 @@ def test_ids_go_once_every_rank_has_consumed_them_and_not_only_when_they_are_com
     generation, sessions = sent(window=16)
     generation.progress(0, sessions[0], generation.index_of(12), 16, 0.0)
     generation.progress(1, sessions[1], generation.index_of(9), 16, 0.0)
-    assert [cast("FakeGroup", group).released for group in generation.groups] == [True, True, False, False]
+    assert [cast("FakeGroup", group).released for group in generation.groups] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     # The marks are still there, for the commit.
     assert generation.digest_after(5) == digest_hex(generation.groups[1].marks[0].digest)
     # What was let go cannot be sent again: nobody may go on in it.
-    with pytest.raises(JoinRefused, match=f"goes on at sample {generation.index_of(7)}, but all ranks acknowledged"):
+    with pytest.raises(
+        JoinRefused, match=f"goes on at sample {generation.index_of(7)}, but all ranks acknowledged"
+    ):
         generation.attach(0, "nonce-0", generation.index_of(7), 0, 0.0)
     assert generation.attach(1, "nonce-1", generation.index_of(9), 0, 0.0) == sessions[1] + 1
 
@@ -426,7 +466,9 @@ def test_a_step_leaves_memory_with_its_group_but_the_boundary_before_the_commit_
     generation.set_committed(8)
     assert [group.begin for group in generation.groups] == [24, 48, 72]
     assert generation.digest_after(8) == digest_hex(point(48).digest)
-    with pytest.raises(BeyondHorizon, match="micro-step 3 of generation 3 is not held; micro-steps 8 on are"):
+    with pytest.raises(
+        BeyondHorizon, match="micro-step 3 of generation 3 is not held; micro-steps 8 on are"
+    ):
         generation.group_of(3)
 
 
@@ -440,7 +482,9 @@ def test_digests_are_those_behind_each_step() -> None:
 
 
 @pytest.mark.parametrize(("committed", "begin"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
-def test_production_begins_again_at_the_boundary_before_the_committed_step(committed: int, begin: int) -> None:
+def test_production_begins_again_at_the_boundary_before_the_committed_step(
+    committed: int, begin: int
+) -> None:
     generation = generation_of(committed=committed)
     assert generation.produced == begin
     sessions = attached(generation)
@@ -457,7 +501,9 @@ def test_data_that_end_before_the_committed_step_are_another_order() -> None:
     generation = generation_of(committed=5)
     attached(generation)
     produced(generation, total=27)
-    with pytest.raises(OrderMismatch, match="micro-step 5 of generation 3 was committed, but produced again"):
+    with pytest.raises(
+        OrderMismatch, match="micro-step 5 of generation 3 was committed, but produced again"
+    ):
         generation.check_digest(digest_hex(point(30).digest))
 
 
@@ -469,7 +515,9 @@ def test_a_rank_that_holds_more_than_is_produced_again_waits_for_it() -> None:
     assert received(generation, 0, session)[0][0] == 5
 
 
-def test_a_rank_with_another_digest_is_found_out_at_once_or_when_its_step_is_produced_again() -> None:
+def test_a_rank_with_another_digest_is_found_out_at_once_or_when_its_step_is_produced_again() -> (
+    None
+):
     generation = generation_of(committed=2)
     right, wrong = digest_hex(point(30).digest), "ab" * 16
     generation.attach(0, "n", 30, 0, 0.0, right)
@@ -478,7 +526,9 @@ def test_a_rank_with_another_digest_is_found_out_at_once_or_when_its_step_is_pro
     while generation.produced < 5:
         generation.check_claims()
         producer.produce()
-    with pytest.raises(OrderMismatch, match=rf"rank 1 has digest {wrong} at sample 30, but .* has {right} there"):
+    with pytest.raises(
+        OrderMismatch, match=rf"rank 1 has digest {wrong} at sample 30, but .* has {right} there"
+    ):
         generation.check_claims()
     generation.progress(0, 1, 30, 8, 0.0, right)
     with pytest.raises(OrderMismatch, match="rank 0 has digest"):
@@ -502,7 +552,9 @@ def test_only_a_rank_that_others_hold_back_is_starved_and_they_are_named() -> No
     assert generation.describe_laggards(12.0) == expected
     generation.next_for(1, second)
     generation.progress(1, second, generation.index_of(generation.produced), 9, 13.0)
-    assert generation.stalled(0, first, 60.0) == 0, "all are at the same place: it waits for the server"
+    assert generation.stalled(0, first, 60.0) == 0, (
+        "all are at the same place: it waits for the server"
+    )
 
 
 def test_a_run_is_heard_only_while_every_rank_is() -> None:

@@ -19,7 +19,13 @@ from tokenloom_server.run.sizing import batch_plans_of
 
 CLOCK, LENGTH = 100_003, 8
 ENTRIES = [
-    {"spec": CODE, "shard": "data/code-1.parquet", "row_offset": 3, "row_offset_of": "shard", "token_offset": 83},
+    {
+        "spec": CODE,
+        "shard": "data/code-1.parquet",
+        "row_offset": 3,
+        "row_offset_of": "shard",
+        "token_offset": 83,
+    },
     {"spec": DOCS, "shard": "data/docs.jsonl", "row_offset": 4, "row_offset_of": "shard"},
     {"spec": "parquet:gone:text", "shard": "gone", "row_offset": 1, "token_offset": 5000},
 ]
@@ -56,7 +62,9 @@ def test_states_restarts_and_other_ranks_go_on_by_the_clock(
     assert served.stats.read().total_tokens == CLOCK + 28 * LENGTH
     # From the middle on three ranks; what the ledger says; and once more the older checkpoint.
     again = Trainer(served, 3, 1, state=middle)
-    assert again.take(2) == {i: sample for i, sample in whole.items() if begin + 12 <= i < begin + 18}
+    assert again.take(2) == {
+        i: sample for i, sample in whole.items() if begin + 12 <= i < begin + 18
+    }
     again.settle()
     assert total(again.state()) == (begin + 18, CLOCK + 18 * LENGTH)
     served = place.restart()
@@ -139,7 +147,9 @@ def test_what_is_past_has_the_clock_of_its_line(place: Place, served: ServedRun)
         assert total(text.encode()) == (index, CLOCK + 7 * LENGTH)
         state = served.past.state_at(begin + 9)[1]
         assert (state.sample_index, state.total_tokens) == (begin + 9, CLOCK + 9 * LENGTH)
-        peek = served.peeks.join(PeekCall(rank=0, world_size=1, batch_size=1, resume=str(begin + 5), state=b""))
+        peek = served.peeks.join(
+            PeekCall(rank=0, world_size=1, batch_size=1, resume=str(begin + 5), state=b"")
+        )
         assert peek[1].total_tokens == CLOCK + 5 * LENGTH
         assert served.receipts.receipt(begin + 4).total_tokens == CLOCK + 4 * LENGTH
         assert served.receipts.report().total_tokens == CLOCK + 20 * LENGTH
@@ -158,7 +168,9 @@ def test_what_is_past_has_the_clock_of_its_line(place: Place, served: ServedRun)
 def test_ranks_that_bring_another_clock_are_refused(served: ServedRun) -> None:
     served.join_handler.join(call_of(0, attempt="a", state=older(DATASETS)))
     with pytest.raises(JoinRefused, match="load the same checkpoint on every rank"):
-        served.join_handler.join(call_of(1, attempt="a", state=older(DATASETS | {"total_tokens": CLOCK + 1})))
+        served.join_handler.join(
+            call_of(1, attempt="a", state=older(DATASETS | {"total_tokens": CLOCK + 1}))
+        )
     served.join_handler.join(call_of(1, attempt="a", state=older(DATASETS)))
 
 
@@ -176,7 +188,10 @@ def test_a_peek_that_is_open_stays_on_its_line(served: ServedRun) -> None:
     assert tokens == [(5 + i + 1) * LENGTH for i in range(len(tokens))]
     # What it remembered is not taken for the line that there is now.
     assert served.peeks.join(peek)[1].total_tokens == CLOCK - 36 * LENGTH
-    with pytest.raises(OrderMismatch), served.peeks.open(served.coordinator.uid, 5, 1, "0" * 31 + "1") as stream:
+    with (
+        pytest.raises(OrderMismatch),
+        served.peeks.open(served.coordinator.uid, 5, 1, "0" * 31 + "1") as stream,
+    ):
         stream.progress(5, 3)
         stream.next(20.0, never)
 

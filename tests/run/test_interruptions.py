@@ -17,7 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.catalog import spec_of
-from support.corpora import id_rows, mixture, parsed, random_tree, text_rows, write_jsonl, write_parquet, write_txt
+from support.corpora import (
+    id_rows,
+    mixture,
+    parsed,
+    random_tree,
+    text_rows,
+    write_jsonl,
+    write_parquet,
+    write_txt,
+)
 from support.timelines import revised
 from tokenloom_proto.resume import counts_at
 from tokenloom_server.api.grpc.messages import counts_of
@@ -59,8 +68,17 @@ class Corpus:
         """The order of a run that began before the late files were there."""
         config = parsed(document)
         named = {source.source for _, source in config.named_sources()}
-        early = tuple(SourceFiles(one.spec, one.shards[:-1]) for one in self.manifest.sources if one.spec in named)
-        record = replace(self.first.record, config=config, manifest=Manifest(early), has_loss_mask=config.masks_loss)
+        early = tuple(
+            SourceFiles(one.spec, one.shards[:-1])
+            for one in self.manifest.sources
+            if one.spec in named
+        )
+        record = replace(
+            self.first.record,
+            config=config,
+            manifest=Manifest(early),
+            has_loss_mask=config.masks_loss,
+        )
         factory = self.first.with_record(record)
         estimates = {source: measure(factory, source) for source in config.measured_sources}
         return factory.with_record(replace(record, size_estimates=estimates))
@@ -74,7 +92,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         for file in range(rng.choice([2, 2, 3])):
             path, rows = folder / f"data/{number}-{file}", rng.randint(3, 14)
             if number % 3 == 0:
-                write_parquet(path.with_suffix(".parquet"), [[7], *id_rows(rows, 10 * number + file, 40)])
+                write_parquet(
+                    path.with_suffix(".parquet"), [[7], *id_rows(rows, 10 * number + file, 40)]
+                )
             else:
                 write, suffix = (write_txt, ".txt") if number % 3 == 1 else (write_jsonl, ".jsonl")
                 write(path.with_suffix(suffix), ["7", *text_rows(rows, 10 * number + file, 14)])
@@ -135,27 +155,35 @@ def _children(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _children(child)
 
 
-def _change(rng: random.Random, timeline: Timeline, index: int, folder: Path) -> tuple[str, dict[str, Any]]:
+def _change(
+    rng: random.Random, timeline: Timeline, index: int, folder: Path
+) -> tuple[str, dict[str, Any]]:
     """A change of any kind, which need not make sense for the mixture that is in force."""
     config = timeline.at(index).config
     places = dict(_places(config.mixture, "mixture"))
     name, other = rng.choice(list(places)), rng.choice(list(places))
     nodes = [place for place, is_node in places.items() if is_node]
     specs = [_spec(number) for number in rng.sample(range(SOURCES), 20)]
-    paused = [child.name for child in (*config.sources, *config.nodes) if child.presence == "paused"]
+    paused = [
+        child.name for child in (*config.sources, *config.nodes) if child.presence == "paused"
+    ]
     kind = "resume" if paused and rng.random() < 0.4 else rng.choice(KINDS)
     match kind:
         case "weight":
             return kind, {"set": [{"child": name, "weight": rng.choice([0.01, 1, 2.5, 40])}]}
         case "policy":
-            policy = rng.choice(["least_consumed", "weighted", "round_robin", "sequential", "balance_remaining"])
+            policy = rng.choice(
+                ["least_consumed", "weighted", "round_robin", "sequential", "balance_remaining"]
+            )
             return kind, {"set": [{"child": rng.choice(nodes), "policy": policy}]}
         case "pause":
             return kind, {"set": [{"child": child, "paused": True} for child in {name, other}]}
         case "resume":
             return kind, {"set": [{"child": child, "paused": False} for child in paused]}
         case "limits":
-            limit = rng.choice([("epochs", 0.5), ("epochs", 1), ("epochs", 3), ("max_tokens", rng.randint(8, 900))])
+            limit = rng.choice(
+                [("epochs", 0.5), ("epochs", 1), ("epochs", 3), ("max_tokens", rng.randint(8, 900))]
+            )
             return kind, {"set": [dict([("child", name), limit])]}
         case "drop":
             return kind, {"drop": list({name, other})}
@@ -166,10 +194,16 @@ def _change(rng: random.Random, timeline: Timeline, index: int, folder: Path) ->
             return kind, {"add": [{"child": child, "to": rng.choice(nodes)}]}
         case "bring back":
             gone = [source.source for source in config.sources if source.presence == "dropped"]
-            return kind, {"add": [{"child": {"source": spec}, "to": rng.choice(nodes)} for spec in gone[:1]]}
+            return kind, {
+                "add": [{"child": {"source": spec}, "to": rng.choice(nodes)} for spec in gone[:1]]
+            }
         case "mixture":
             kept = [source.source for source in config.sources]
-            return kind, {"mixture": random_tree(rng, 2, iter(cycle(rng.sample(kept + specs, len(kept) + len(specs)))))}
+            return kind, {
+                "mixture": random_tree(
+                    rng, 2, iter(cycle(rng.sample(kept + specs, len(kept) + len(specs))))
+                )
+            }
         case "exclude":
             order, rows = timeline.at(index), []
             for source, shards in zip(config.sources, order.record.shard_paths, strict=True):
@@ -179,14 +213,27 @@ def _change(rng: random.Random, timeline: Timeline, index: int, folder: Path) ->
                     for _ in range(rng.randint(0, 6))
                 ]
             file = f"out-{rng.randrange(2**63)}.jsonl"
-            (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            (folder / file).write_text(
+                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+            )
             return kind, {"exclude": {"file": file}}
         case _:
             return kind, {"append_files": [rng.choice(config.sources).name]}
 
 
 KINDS = (
-    *("weight", "policy", "pause", "resume", "limits", "drop", "add", "bring back", "mixture", "exclude"),
+    *(
+        "weight",
+        "policy",
+        "pause",
+        "resume",
+        "limits",
+        "drop",
+        "add",
+        "bring back",
+        "mixture",
+        "exclude",
+    ),
     "append files",
 )
 
@@ -249,7 +296,10 @@ class Whole:
             pipeline.fill(group, LONGEST - pipeline.sample_index)
             count = len(group.marks)
             sources = group.source_ids[0, :count, 0].tolist()
-            self.samples += [(source, bytes(ids)) for source, ids in zip(sources, group.ids(0, 0, count), strict=True)]
+            self.samples += [
+                (source, bytes(ids))
+                for source, ids in zip(sources, group.ids(0, 0, count), strict=True)
+            ]
             self.points += [(mark.total_tokens, mark.digest) for mark in group.marks]
             if pipeline.ended is not None and "join again" not in pipeline.ended:
                 break
@@ -308,7 +358,9 @@ class Broken:
         """A pipeline that learns of later revisions only while it is at work, as when they are made."""
         timeline = self.timeline
         known = sum(revision.sample_index <= state.sample_index for revision in timeline.revisions)
-        fewer = timeline.with_revisions(timeline.revisions[: self.rng.randint(known, len(timeline.revisions))])
+        fewer = timeline.with_revisions(
+            timeline.revisions[: self.rng.randint(known, len(timeline.revisions))]
+        )
         pipeline = fewer.pipeline(state)
         unknown = timeline.revisions[len(fewer.revisions) :]
         if unknown:
@@ -324,7 +376,9 @@ class Broken:
             pipeline.fill(group, rng.randint(1, plan.group_micro_steps))
         self._compare(group, pipeline.ended is not None)
         for step in rng.sample(range(len(group.marks)), min(2, len(group.marks))):
-            self.texts.append((group.marks[step].sample_index, self.timeline.encode(group.state_after(step))))
+            self.texts.append(
+                (group.marks[step].sample_index, self.timeline.encode(group.state_after(step)))
+            )
         return group
 
     def _compare(self, group: StepGroup, ended: bool) -> None:
@@ -337,16 +391,24 @@ class Broken:
                 first = begin + group.slice_of(step, rank) * plan.batch_size
                 ids = group.ids(rank, step, step + 1)
                 sources = group.source_ids[rank, step].tolist()
-                for at, source, own in zip(range(first, first + plan.batch_size), sources, ids, strict=True):
+                for at, source, own in zip(
+                    range(first, first + plan.batch_size), sources, ids, strict=True
+                ):
                     if at < min(mark.sample_index, whole.end):
                         assert (source, bytes(own)) == whole.samples[at]
                     elif at >= mark.sample_index:
                         assert source == -1 and not any(own) and ended
             begin = mark.sample_index
             # What a client writes there, with what the wire carries, is what the server counts.
-            base, state = (json.loads(self.timeline.encode(each)) for each in (group.base, group.state_after(step)))
+            base, state = (
+                json.loads(self.timeline.encode(each))
+                for each in (group.base, group.state_after(step))
+            )
             first = self.rng.randint(0, step)
-            since = counts_of(group, first, self.rng.randint(step + 1, len(group.marks))), step - first + 1
+            since = (
+                counts_of(group, first, self.rng.randint(step + 1, len(group.marks))),
+                step - first + 1,
+            )
             written = counts_at(base, mark.sample_index, mark.total_tokens, since)
             assert written == counts_at(state, mark.sample_index, mark.total_tokens)
             if mark.sample_index <= whole.end:
@@ -403,7 +465,9 @@ def test_runs_that_were_interrupted_are_those_that_were_not(corpus: Corpus) -> N
         drawn, whole = _hold_together(corpus, seed)
         kinds |= set(drawn.made)
         packings.add(drawn.timeline.first.config.packing)
-        met |= {node.policy for each in drawn.timeline.segments for node in each.factory.config.nodes}
+        met |= {
+            node.policy for each in drawn.timeline.segments for node in each.factory.config.nodes
+        }
         reached += any(0 < each.begin < whole.end for each in drawn.timeline.segments)
         ended += whole.end < LONGEST
         begins = [revision.sample_index for revision in drawn.timeline.revisions]

@@ -37,7 +37,9 @@ from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.timeouts import Timeouts
 
 
-def test_rank_0_opens_with_one_write_and_the_others_join_it(place: Place, served: ServedRun) -> None:
+def test_rank_0_opens_with_one_write_and_the_others_join_it(
+    place: Place, served: ServedRun
+) -> None:
     assert place.stored().opening is None
     first = served.join_handler.join(call_of(0))
     stored = place.written()
@@ -82,7 +84,11 @@ def test_waiting_for_rank_0_is_bounded(served: ServedRun, monkeypatch: pytest.Mo
 def test_the_same_process_may_ask_again(place: Place, served: ServedRun) -> None:
     first = served.join_handler.join(call_of(0))
     assert served.join_handler.join(call_of(0)) == first
-    assert place.restart().join_handler.join(call_of(0)).opening == first.opening == place.stored().opening
+    assert (
+        place.restart().join_handler.join(call_of(0)).opening
+        == first.opening
+        == place.stored().opening
+    )
 
 
 def test_another_process_on_a_slot_needs_a_new_attempt(served: ServedRun) -> None:
@@ -118,7 +124,10 @@ def test_an_attempt_id_opens_once(place: Place, served: ServedRun) -> None:
             "rank 1 has batch size 2, 5 from 240 total tokens on, 1 from 800 .* opened it with 2$",
         ),
         ({"accumulate": 2}, "rank 1 has accumulate 2, but rank 0 of attempt 'a' opened it with 1"),
-        ({"resume": "latest"}, "rank 1 resumes from resume='latest', but rank 0 of attempt 'a' from no state"),
+        (
+            {"resume": "latest"},
+            "rank 1 resumes from resume='latest', but rank 0 of attempt 'a' from no state",
+        ),
     ],
 )
 def test_a_rank_that_disagrees_is_refused_with_both_values(
@@ -143,7 +152,9 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(
         served.restores.restore(text=late.decode(), skip_samples=skipped)
     served.join_handler.join(call_of(0, attempt="b", state=late))
     for _ in range(2):
-        with pytest.raises(JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"):
+        with pytest.raises(
+            JoinRefused, match=r"a loaded state at sample 4 .* sample 12 .*same checkpoint on every"
+        ):
             served.join_handler.join(call_of(1, attempt="b", state=early))
         served = place.restart()
     joined = served.join_handler.join(call_of(1, attempt="b", state=late))
@@ -160,18 +171,30 @@ def test_ranks_with_different_states_are_refused_also_after_a_restart(
         ({"batch_size": 0}, "batch_size is missing: give the samples of a rank"),
         ({"batch_size": ((0, 0), (8, 1))}, r"batch_size\[0\] has a batch size of 0"),
         ({"batch_size": 2**20 + 1}, "batch size is 1048577"),
-        ({"batch_sizes": SCHEDULE}, "batch size is 2 and also a schedule, 2, 5 from 240 .*: give one of them"),
+        (
+            {"batch_sizes": SCHEDULE},
+            "batch size is 2 and also a schedule, 2, 5 from 240 .*: give one of them",
+        ),
         ({"batch_size": ((8, 2),)}, "begins at 8 total tokens; expected 0"),
         (
             {"world_size": 100, "batch_size": ((0, 2), (8, 2**20))},
             r"a micro-step of 100 ranks × 1048576 samples × 16 bytes has .*; expected at most",
         ),
-        ({"batch_size": 2**18, "accumulate": 1025}, "accumulate is 1025, and so many micro-steps of 8388608"),
+        (
+            {"batch_size": 2**18, "accumulate": 1025},
+            "accumulate is 1025, and so many micro-steps of 8388608",
+        ),
         ({"accumulate": 0}, "accumulate is 0; expected 1 to"),
-        ({"accumulate": 4}, "accumulate is 4, but window_micro_steps in the mixture file is 6; expected at least 8"),
+        (
+            {"accumulate": 4},
+            "accumulate is 4, but window_micro_steps in the mixture file is 6; expected at least 8",
+        ),
         ({"attempt": ""}, "attempt has 0 characters"),
         ({"attempt": "a" * 257}, "attempt has 257 characters"),
-        ({"attempt": "a\x1b[2J"}, "attempt: expected UTF-8 text on one line, without control characters"),
+        (
+            {"attempt": "a\x1b[2J"},
+            "attempt: expected UTF-8 text on one line, without control characters",
+        ),
         ({"nonce": ""}, "nonce has 0 characters"),
     ],
 )
@@ -211,12 +234,16 @@ def test_the_other_ranks_wait_on_while_rank_0_cannot_reach_the_ledger(
     assert served.join_handler.join(call_of(0)).opening == other().opening
 
 
-def test_a_rank_whose_opening_the_ledger_has_lost_is_told_so(place: Place, served: ServedRun) -> None:
+def test_a_rank_whose_opening_the_ledger_has_lost_is_told_so(
+    place: Place, served: ServedRun
+) -> None:
     served.join_handler.join(call_of(0))
     with contextlib.closing(sqlite3.connect(place.ledger_path)) as file, file:
         file.execute("UPDATE runs SET generation = 0")
         file.execute("DELETE FROM openings")
-    with pytest.raises(LedgerRolledBack, match=r"'a' opened a generation of run 'test', but sqlite://.* has none"):
+    with pytest.raises(
+        LedgerRolledBack, match=r"'a' opened a generation of run 'test', but sqlite://.* has none"
+    ):
         served.join_handler.join(call_of(1))
 
 
@@ -229,14 +256,18 @@ def test_the_ranks_that_stream_already_hear_at_once_that_another_one_was_refused
     first = Rank(served, call_of(0, 3))
     second = Rank(served, call_of(1, 3))
     waiting = in_thread(lambda: second.take(100))
-    with pytest.raises(JoinRefused, match="rank 2 has batch size 4, but rank 0 of attempt 'a' opened it with 2"):
+    with pytest.raises(
+        JoinRefused, match="rank 2 has batch size 4, but rank 0 of attempt 'a' opened it with 2"
+    ):
         served.join_handler.join(call_of(2, 3, batch_size=4))
     says = r"rank 2 of attempt 'a' was refused, so its launch cannot begin: rank 2 has batch size 4, .* with 2$"
     error = waiting(2.0)
     assert isinstance(error, JoinRefused) and re.match(says, str(error))
     with pytest.raises(JoinRefused, match=says):
         first.take(1)
-    assert str(served.stats.read().error).startswith("JoinRefused: rank 2 of attempt 'a' was refused")
+    assert str(served.stats.read().error).startswith(
+        "JoinRefused: rank 2 of attempt 'a' was refused"
+    )
     assert served.coordinator.not_ready() is None
     Trainer(served, resume="latest").train(3)
 
@@ -250,7 +281,10 @@ def test_a_rank_that_is_refused_before_the_others_join_keeps_the_launch_from_ope
     with pytest.raises(JoinRefused, match="accumulate"):
         served.join_handler.join(call_of(1, 3, accumulate=10**6, resume="latest"))
     assert isinstance(before(2.0), JoinRefused)
-    with pytest.raises(JoinRefused, match="rank 1 of attempt 'a' was refused, so its launch cannot begin: accumulate"):
+    with pytest.raises(
+        JoinRefused,
+        match="rank 1 of attempt 'a' was refused, so its launch cannot begin: accumulate",
+    ):
         served.join_handler.join(call_of(0, 3, resume="latest"))
     running.train(3)
     # All of them know: who comes again under the same id tries anew.
@@ -275,7 +309,9 @@ def test_a_rank_that_is_refused_while_rank_0_is_at_the_opening_keeps_it_from_bei
     assert place.stored().opening is None
 
 
-def test_a_process_that_is_refused_a_place_which_another_one_has_disturbs_nobody(served: ServedRun) -> None:
+def test_a_process_that_is_refused_a_place_which_another_one_has_disturbs_nobody(
+    served: ServedRun,
+) -> None:
     trainer = Trainer(served)
     trainer.train(1)
     for rank, world_size in ((0, 2), (1, 2), (2, 3), (7, 2)):
@@ -287,7 +323,10 @@ def test_a_process_that_is_refused_a_place_which_another_one_has_disturbs_nobody
 
 
 def test_the_way_to_a_far_sample_is_said_on_both_sides_and_not_begun_where_the_data_end_before(
-    place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: Place,
+    served: ServedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(replay, "TURN_TOKENS", 80)
     monkeypatch.setattr(resume_points, "FAR_SAMPLES", 1000)
@@ -320,7 +359,10 @@ def test_the_way_to_a_far_sample_is_said_on_both_sides_and_not_begun_where_the_d
         assert served.stats.read().going_forward == ""
         with RemoteDataset(url, 1, takeover=True) as dataset:
             dataset.load_state_dict({"sample_index": 10**12})
-            with pytest.raises(SnapshotInvalid, match=f"at sample {10**12}, but the data end at about sample [0-9]+ "):
+            with pytest.raises(
+                SnapshotInvalid,
+                match=f"at sample {10**12}, but the data end at about sample [0-9]+ ",
+            ):
                 iter(dataset)
     finally:
         server.stop(0.1)
@@ -328,7 +370,10 @@ def test_the_way_to_a_far_sample_is_said_on_both_sides_and_not_begun_where_the_d
 
 @pytest.mark.parametrize("kind", [NumpyDataset, RemoteDataset])
 def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_launch_of_the_step(
-    place: Place, served: ServedRun, monkeypatch: pytest.MonkeyPatch, kind: type[NumpyDataset] | type[RemoteDataset]
+    place: Place,
+    served: ServedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[NumpyDataset] | type[RemoteDataset],
 ) -> None:
     for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -364,20 +409,29 @@ def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_laun
             dataset.close()
         closed = made()
         attempts.append(trained(closed))
-        assert attempts == ["slurm-77-0-0-train", *(f"slurm-77-0-0-train-{number}" for number in (1, 2, 3))]
+        assert attempts == [
+            "slurm-77-0-0-train",
+            *(f"slurm-77-0-0-train-{number}" for number in (1, 2, 3)),
+        ]
         stopped = made()[1]  # before it joins
         # Started again within the step: whatever is asked first, and however much is made, it is not guessed.
         with monkeypatch.context() as patch:
             topology.joins.cache_clear()
             again = [*made(), *made()]
             for dataset in again:
-                says = "opened generation 1 already" if dataset.rank else "attempt=.*again within a SLURM job step"
+                says = (
+                    "opened generation 1 already"
+                    if dataset.rank
+                    else "attempt=.*again within a SLURM job step"
+                )
                 with pytest.raises(AttemptUsed, match=says):
                     iter(dataset)
             patch.setenv("SLURM_RESTART_COUNT", "1")
             requeued = made()
             assert trained(requeued) == "slurm-77-0-1-train"
-        with pytest.raises(JoinRefused, match="waited 0 s for rank 0 of attempt 'slurm-77-0-0-train-4'"):
+        with pytest.raises(
+            JoinRefused, match="waited 0 s for rank 0 of attempt 'slurm-77-0-0-train-4'"
+        ):
             monkeypatch.setattr("tokenloom_server.run.join.RANK_0_WAIT_S", 0.05)
             iter(stopped)
         for dataset in closed:
@@ -407,10 +461,18 @@ def test_what_moves_no_sample_may_change_between_launches_and_is_said_in_log_and
     assert served.stats.read().warning == said
     # What the order depends on is refused with both values wherever it is known from.
     place.stop()
-    weight = {"children": [document["mixture"]["children"][0] | {"weight": 3}, *document["mixture"]["children"][1:]]}
+    weight = {
+        "children": [
+            document["mixture"]["children"][0] | {"weight": 3},
+            *document["mixture"]["children"][1:],
+        ]
+    }
     for number, (change, says) in enumerate(
         (
-            ({"mixture": document["mixture"] | weight}, 'weight: the run began with "2", the file has "3"'),
+            (
+                {"mixture": document["mixture"] | weight},
+                'weight: the run began with "2", the file has "3"',
+            ),
             (
                 {"phases": [{"until_tokens": 10**6}]},
                 r'phases: the run began with \[\], the file has \[{"until_tokens": 1',
@@ -432,7 +494,9 @@ def test_more_ranks_than_may_have_connections_are_said_in_the_log(
         for world_size in (3, 4):
             assert "connections at a time" not in caplog.text
             address = f"grpc://{server.address}/{served.coordinator.name}"
-            with RemoteDataset(address, 1, rank=0, world_size=world_size, attempt=f"of {world_size}") as dataset:
+            with RemoteDataset(
+                address, 1, rank=0, world_size=world_size, attempt=f"of {world_size}"
+            ) as dataset:
                 next(iter(dataset))
         assert "4 ranks join, and this server may have 3 connections at a time" in caplog.text
     finally:

@@ -95,7 +95,9 @@ def test_an_opening_whose_answer_was_lost_inherits_nothing_of_what_stopped_the_o
     place: Place, served: ServedRun, trainer: Trainer
 ) -> None:
     trainer.take(2)
-    served.coordinator.producer.fail(trainer.ranks[0].session.active, RankStalled("of the generation before"))
+    served.coordinator.producer.fail(
+        trainer.ranks[0].session.active, RankStalled("of the generation before")
+    )
     place.ledger.lose_answer = True
     call = call_of(0, 1, attempt="lost", resume="latest", process="notebook")
     with pytest.raises(LedgerUnavailable):
@@ -105,7 +107,9 @@ def test_an_opening_whose_answer_was_lost_inherits_nothing_of_what_stopped_the_o
     assert rank.session.active.process == "notebook"
 
 
-def test_an_adoption_whose_answer_was_lost_is_found_again(place: Place, trainer: Trainer, tmp_path: Path) -> None:
+def test_an_adoption_whose_answer_was_lost_is_found_again(
+    place: Place, trainer: Trainer, tmp_path: Path
+) -> None:
     trainer.take(2)
     state = trainer.state()
     place.stop()

@@ -87,7 +87,10 @@ def test_a_second_server_on_a_new_file_at_the_path_never_leads_beside_the_first(
             until_lost(trainer)
             # It asks for the lease in the file that is there now, and stands by.
             until_named = "stands by: .* is served by another"
-            wait_for(lambda: re.search(until_named, place.runs.not_ready() or "") is not None, "the first to stand by")
+            wait_for(
+                lambda: re.search(until_named, place.runs.not_ready() or "") is not None,
+                "the first to stand by",
+            )
             again = Trainer(beside, state=state)
             again.train(4)
             assert again.taken() == part(samples, 12, 28)
@@ -97,7 +100,9 @@ def test_a_second_server_on_a_new_file_at_the_path_never_leads_beside_the_first(
 
 
 def test_of_a_servers_runs_each_leaves_off_also_those_that_did_not_find_it(place: Place) -> None:
-    place.timeouts = Timeouts(lease_s=300.0, liveness_s=0.0)  # it looks at its lease when it is told to
+    place.timeouts = Timeouts(
+        lease_s=300.0, liveness_s=0.0
+    )  # it looks at its lease when it is told to
     served = place.serve()
     trainer = Trainer(served)
     trainer.train(1)

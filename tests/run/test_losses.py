@@ -11,14 +11,18 @@ from tokenloom_server.run.losses import MAX_CELLS, MAX_POINTS, MIN_POINTS, Curve
 
 
 def report(index: int, sources: dict[int, tuple[float, int]], **fields: float) -> Report:
-    return Report(sample_index=index, total_tokens=8 * index, step=index // 4, sources=sources, **fields)
+    return Report(
+        sample_index=index, total_tokens=8 * index, step=index // 4, sources=sources, **fields
+    )
 
 
 def slowly(reports: list[Report], source: int) -> tuple[float, int]:
     """The mean loss of a source over reports, and its tokens."""
     found = [each.sources[source] for each in reports if source in each.sources]
     tokens = sum(count for _, count in found)
-    return (math.fsum(loss * count for loss, count in found) / tokens if tokens else math.nan), tokens
+    return (
+        math.fsum(loss * count for loss, count in found) / tokens if tokens else math.nan
+    ), tokens
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 17, 100, 128, 129])
@@ -28,7 +32,11 @@ def test_a_curve_joins_reports_by_twos_and_loses_no_token(count: int) -> None:
     reports = [
         report(
             4 * (i + 1),
-            {source: (draw.uniform(0, 10), draw.randrange(1, 1000)) for source in range(3) if draw.random() < 0.7},
+            {
+                source: (draw.uniform(0, 10), draw.randrange(1, 1000))
+                for source in range(3)
+                if draw.random() < 0.7
+            },
             **({"loss": draw.uniform(0, 10)} if draw.random() < 0.8 else {}),
             **({"learning_rate": draw.random()} if draw.random() < 0.8 else {}),
         )
@@ -49,7 +57,11 @@ def test_a_curve_joins_reports_by_twos_and_loses_no_token(count: int) -> None:
             assert found["source_tokens"][source][i] == tokens
             assert found["source_losses"][source][i] == (pytest.approx(loss) if tokens else None)
     for i, part in enumerate(parts):
-        told = [(each.loss, sum(n for _, n in each.sources.values()) or 1) for each in part if each.loss is not None]
+        told = [
+            (each.loss, sum(n for _, n in each.sources.values()) or 1)
+            for each in part
+            if each.loss is not None
+        ]
         weight = sum(n for _, n in told)
         expected = sum((loss or 0) * n for loss, n in told) / weight if told else None
         assert found["loss"][i] == (pytest.approx(expected) if told else None)
@@ -98,7 +110,11 @@ def test_with_many_sources_a_curve_has_fewer_points_and_keeps_what_it_had() -> N
     [
         ({}, {2: (1.0, 1)}, "source_id 2 is reported; the run has the sources 0 to 1"),
         ({}, {-1: (1.0, 1)}, "source_id -1 is reported"),
-        ({}, {0: (math.nan, 1)}, r"sources\[0\]\.loss is nan; expected a finite number from -1e\+09 to 1e\+09"),
+        (
+            {},
+            {0: (math.nan, 1)},
+            r"sources\[0\]\.loss is nan; expected a finite number from -1e\+09 to 1e\+09",
+        ),
         ({}, {1: (math.inf, 1)}, r"sources\[1\]\.loss is inf"),
         ({}, {1: (-2e9, 1)}, r"sources\[1\]\.loss is -2000000000\.0"),
         ({}, {1: (1.0, 0)}, r"sources\[1\]\.tokens is 0; expected a number from 1 to 2\^53 - 1"),
@@ -117,4 +133,6 @@ def test_what_cannot_be_is_refused_by_name(
     place = {"sample_index": 8, "total_tokens": 64, "step": 1}
     with pytest.raises(ConfigError, match=said):
         Report(**{**place, **fields}, sources=sources).check(2)
-    Report(**place, sources={0: (-1e9, 1), 1: (0.0, 2**53 - 1)}, loss=0.0, learning_rate=0.0).check(2)
+    Report(**place, sources={0: (-1e9, 1), 1: (0.0, 2**53 - 1)}, loss=0.0, learning_rate=0.0).check(
+        2
+    )

@@ -88,7 +88,11 @@ def test_points_and_events_outlast_a_restart_and_none_is_repeated(serve: Serve) 
     trainer.train(3)
     again.recorder.step()
     assert points(again).sample_index == [*first.sample_index, 52]
-    assert happened(again) == [launch, "alice paused code", "server one took the lead again, at server epoch 2"]
+    assert happened(again) == [
+        launch,
+        "alice paused code",
+        "server one took the lead again, at server epoch 2",
+    ]
     assert points(again).run == RUN and not any(points(again).rewound)
 
 
@@ -100,18 +104,33 @@ def test_what_a_later_launch_takes_back_stays_and_is_marked(serve: Serve) -> Non
     served.restores.restore(sample_index=20, skip_samples=4)
     served.recorder.step()
     again = serve()
-    trainer = Trainer(again, state=again.coordinator.pins.pin.snapshot.encode() if again.coordinator.pins.pin else b"")
+    trainer = Trainer(
+        again,
+        state=again.coordinator.pins.pin.snapshot.encode() if again.coordinator.pins.pin else b"",
+    )
     trainer.train(2)
     again.recorder.step()
     history = points(again)
-    before = [(index, rewound) for index, rewound in zip(history.sample_index, history.rewound, strict=True)]
+    before = [
+        (index, rewound)
+        for index, rewound in zip(history.sample_index, history.rewound, strict=True)
+    ]
     assert (40, True) in before and before[-1] == (28, False) and history.generation[-1] == 2
     events = again.history.events(NEVER, ALWAYS).events
-    assert {event.kind for event in events} == {"launch", "revision", "pin", "failover", "rewind", "skip"}
+    assert {event.kind for event in events} == {
+        "launch",
+        "revision",
+        "pin",
+        "failover",
+        "rewind",
+        "skip",
+    }
     (revision,) = [event for event in events if event.kind == "revision"]
     assert revision.author == "ada" and revision.text.endswith(": more code") and revision.rewound
     assert happened(again, "rewind") == ["generation 2 goes back from sample 40 to 20"]
-    assert happened(again, "skip") == ["from sample 20 on the run passes over 4 samples at sample 20"]
+    assert happened(again, "skip") == [
+        "from sample 20 on the run passes over 4 samples at sample 20"
+    ]
     assert happened(again, "pin") == [
         "the next launch is to begin at sample 20, and to pass over 4 samples at sample 20"
     ]
@@ -131,7 +150,9 @@ def test_a_standby_that_takes_over_goes_on_where_the_history_ends(serve: Serve) 
     trainer.train(5)
     new.recorder.step()
     assert points(new).sample_index[-2:] == [20, 40]
-    assert happened(new, "failover") == ["server new took the lead over from old, at server epoch 2"]
+    assert happened(new, "failover") == [
+        "server new took the lead over from old, at server epoch 2"
+    ]
     assert len(happened(new, "launch")) == 1
 
 
@@ -166,12 +187,16 @@ def test_bad_rows_and_the_end_are_events_and_another_run_has_none_of_them(
     with (folder / "data/bad.jsonl").open("a") as file:
         file.write("{ bad\n" * 3 + '{"text": "good"}\n' * 5)
     source = {"source": "jsonl:data/bad.jsonl:text", "alias": "broken"}
-    place = made(mixture={"policy": "sequential", "children": [source]}, on_bad_row="skip", max_bad_rows=5)
+    place = made(
+        mixture={"policy": "sequential", "children": [source]}, on_bad_row="skip", max_bad_rows=5
+    )
     served = place.serve()
     trainer = Trainer(served, world_size=1, batch_size=1)
     trainer.train(100)
     served.recorder.end(20)
-    assert happened(served, "bad_rows") == ["rows that did not decode were passed over: 3 of broken"]
+    assert happened(served, "bad_rows") == [
+        "rows that did not decode were passed over: 3 of broken"
+    ]
     (end,) = happened(served, "end")
     assert end.startswith("the data end at sample ")
     place.stop()
@@ -224,7 +249,16 @@ def test_a_history_that_cannot_be_written_stops_nothing_and_is_said_once(
             trainer.train(2)
             served.recorder.step()
     assert served.measures.history_failures.value >= 3
-    assert len([record for record in caplog.records if "the history cannot be written" in record.message]) == 1
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "the history cannot be written" in record.message
+            ]
+        )
+        == 1
+    )
     (place.ledger_path.parent / "ledger.history.db").rmdir()
     served.recorder.step()
     assert points(served).sample_index == [24] and len(happened(served, "launch")) == 1
@@ -239,7 +273,10 @@ def test_a_history_that_another_process_holds_locked_holds_up_no_reader_and_no_e
     assert isinstance(history, SqliteHistory)
     history.write("uid", "train", 0, [], [])
     point = HistoryEntry("points", 0, 0.0, "{}")
-    with closing(sqlite3.connect(history.path, isolation_level=None)) as other, ThreadPoolExecutor(64) as runs:
+    with (
+        closing(sqlite3.connect(history.path, isolation_level=None)) as other,
+        ThreadPoolExecutor(64) as runs,
+    ):
         other.execute("BEGIN IMMEDIATE")
         writes = [runs.submit(history.write, "uid", "train", 0, [point], []) for _ in range(64)]
         assert history.entries("uid", "train", "points") == []
@@ -247,7 +284,9 @@ def test_a_history_that_another_process_holds_locked_holds_up_no_reader_and_no_e
         assert {type(write.exception()) for write in writes} == {LedgerUnavailable}
 
 
-def test_a_redis_that_refuses_the_history_or_is_away_stops_no_run(place: Place, tmp_path: Path) -> None:
+def test_a_redis_that_refuses_the_history_or_is_away_stops_no_run(
+    place: Place, tmp_path: Path
+) -> None:
     redis_server = RedisServer(tmp_path).start()
     ledger = RedisLedger(redis_server.url())
     runs = Runs(ledger, "one", place.timeouts)
@@ -296,7 +335,11 @@ def test_losses_of_a_short_run_have_more_points_than_one_in_ten_seconds(place: P
     for step in range(2, 6):
         trainer.train(1)
         report = Report(
-            sample_index=trainer.index, total_tokens=8 * trainer.index, step=step, sources={0: (1 / step, 8)}, loss=2.0
+            sample_index=trainer.index,
+            total_tokens=8 * trainer.index,
+            step=step,
+            sources={0: (1 / step, 8)},
+            loss=2.0,
         )
         served.losses.add(served.coordinator.uid, 1, trainer.attempt, report)
         served.recorder.step(is_due=False)
@@ -313,12 +356,18 @@ def test_points_are_thinned_with_age_and_bounded(newest: int, sources: int) -> N
     assert kept[:1] == [0] and (sources > 64 or kept[-1] == newest)
     assert len(kept) <= max(2000 * min(1, 64 / sources), 48)
     # What was dropped is asked for at no later time, and older parts are never denser than newer ones.
-    assert all(is_kept(number, newest, sources) for number in range(newest + 1) if is_kept(number, newest + 1, sources))
+    assert all(
+        is_kept(number, newest, sources)
+        for number in range(newest + 1)
+        if is_kept(number, newest + 1, sources)
+    )
     gaps = [after - before for before, after in itertools.pairwise(kept)]
     assert all(later <= earlier for earlier, later in itertools.pairwise(gaps))
 
 
-def test_entries_of_a_store_are_thinned_as_the_rule_says(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_a_store_are_thinned_as_the_rule_says(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tokenloom_server.run.history.EVEN_POINTS", 8)
     monkeypatch.setattr("tokenloom_server.run.history.NEW_POINTS", 2)
     served = told_when_to_look(place.serve())

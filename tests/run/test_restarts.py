@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 import yaml
 from support.corpora import mixture
-from support.served import PATIENCE_S, RUN, SCHEDULE, FaultyLedger, Place, Trainer, call_of, part, recount, sequence
+from support.served import (
+    PATIENCE_S,
+    RUN,
+    SCHEDULE,
+    FaultyLedger,
+    Place,
+    Trainer,
+    call_of,
+    part,
+    recount,
+    sequence,
+)
 from support.waiting import wait_for
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
@@ -24,7 +35,9 @@ from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.run.timeouts import Timeouts
 
 
-def test_ranks_go_on_over_restarts_with_what_they_hold(place: Place, served: ServedRun, trainer: Trainer) -> None:
+def test_ranks_go_on_over_restarts_with_what_they_hold(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
     samples = sequence(served)
     for round_ in range(6):
         trainer.take(3 + round_)
@@ -73,7 +86,9 @@ def test_all_ranks_end_at_the_same_step_with_the_reason_also_after_a_restart(
     assert [rank.end for rank in trainer.ranks] == [expected] * 4
     assert trainer.index == end
     stats = served.stats.read()
-    assert stats.ended is None or stats.sample_index == end  # until then it stopped, for all that the ledger knows
+    assert (
+        stats.ended is None or stats.sample_index == end
+    )  # until then it stopped, for all that the ledger knows
     state = trainer.state()
     for settled in (False, True):
         if settled:
@@ -154,7 +169,9 @@ def test_a_server_that_stops_waits_once_for_a_ledger_that_hangs_however_many_run
 
 def test_a_server_that_stops_makes_no_more_blocks_ahead(place: Place) -> None:
     def makers() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name.startswith(f"{RUN}-ahead")}
+        return {
+            thread for thread in threading.enumerate() if thread.name.startswith(f"{RUN}-ahead")
+        }
 
     before = makers()
     Trainer(place.serve()).take(2)
@@ -185,7 +202,9 @@ def test_dates_are_the_wall_clocks_where_that_was_set_or_the_machine_slept_since
         assert age_s < 60
 
 
-@pytest.mark.parametrize("error", [OSError("no more descriptors"), KeyboardInterrupt("of a library")])
+@pytest.mark.parametrize(
+    "error", [OSError("no more descriptors"), KeyboardInterrupt("of a library")]
+)
 def test_a_fault_that_nobody_expects_ends_the_launch_and_no_sample_is_lost(
     served: ServedRun, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:

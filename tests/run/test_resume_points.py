@@ -24,7 +24,9 @@ from tokenloom_server.errors import (
 )
 
 
-def test_progress_and_nothing_to_resume_from_is_refused_with_the_choices(served: ServedRun, trainer: Trainer) -> None:
+def test_progress_and_nothing_to_resume_from_is_refused_with_the_choices(
+    served: ServedRun, trainer: Trainer
+) -> None:
     trainer.train(2)
     with pytest.raises(ResumePointNeeded) as refused:
         Trainer(served)
@@ -76,11 +78,15 @@ def test_an_unknown_snapshot_id_is_refused_with_those_that_there_are(served: Ser
         Trainer(served, resume="9-abc")
 
 
-def test_a_state_before_the_first_batch_is_sample_0_of_the_generation(served: ServedRun, trainer: Trainer) -> None:
+def test_a_state_before_the_first_batch_is_sample_0_of_the_generation(
+    served: ServedRun, trainer: Trainer
+) -> None:
     state = trainer.state()
     assert state.decode() == served.snapshots.at(0)[0]
     assert Trainer(served, state=state).index == 0
-    with pytest.raises(JoinRefused, match="brings a loaded state and resume='latest': give one of them"):
+    with pytest.raises(
+        JoinRefused, match="brings a loaded state and resume='latest': give one of them"
+    ):
         Trainer(served, state=state, resume="latest")
 
 
@@ -88,13 +94,17 @@ def test_a_state_of_another_run_is_refused(place: Place, trainer: Trainer, tmp_p
     trainer.take(2)
     elsewhere = place.serve(tmp_path / "elsewhere.db")
     Trainer(elsewhere)
-    with pytest.raises(SnapshotInvalid, match=r"the state is of run_uid .* and has progress of its own"):
+    with pytest.raises(
+        SnapshotInvalid, match=r"the state is of run_uid .* and has progress of its own"
+    ):
         Trainer(elsewhere, state=trainer.state())
     with pytest.raises(SnapshotInvalid, match="run_uid"):
         elsewhere.restores.restore(text=trainer.state().decode())
 
 
-def test_an_empty_ledger_adopts_the_trainers_run(place: Place, served: ServedRun, tmp_path: Path) -> None:
+def test_an_empty_ledger_adopts_the_trainers_run(
+    place: Place, served: ServedRun, tmp_path: Path
+) -> None:
     samples = sequence(served)
     Trainer(served)
     trainer = Trainer(served)
@@ -123,7 +133,13 @@ def changed(state: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
 def moved(document: dict[str, Any], **fields: Any) -> None:
     """The first source's cursor, moved from where it stands; at the beginning there is none yet."""
     entry = document["resume_state"]["datasets"][0]
-    beginning = {"epoch": 0, "shard": "data/code-0.parquet", "shard_index": 0, "row_offset": 0, "row_token_offset": 0}
+    beginning = {
+        "epoch": 0,
+        "shard": "data/code-0.parquet",
+        "shard_index": 0,
+        "row_offset": 0,
+        "row_token_offset": 0,
+    }
     entry |= {**beginning, **entry, **fields}
 
 
@@ -135,7 +151,10 @@ def test_a_state_that_going_forward_does_not_meet_is_refused_before_anything_cha
     faults: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
         ("gives digest", lambda d: d.update(digest="1" * 32)),
         ("gives digest", lambda d: d["resume_state"].update(digest="1" * 32)),
-        ("data end at about sample 1", lambda d: d.update(sample_index=10**6, total_tokens=8 * 10**6)),
+        (
+            "data end at about sample 1",
+            lambda d: d.update(sample_index=10**6, total_tokens=8 * 10**6),
+        ),
         ("row_offset|rows", lambda d: moved(d, row_offset=10**9)),
         ("token 99999 of row", lambda d: moved(d, row_token_offset=99999)),
     ]
@@ -157,7 +176,9 @@ def test_a_cursor_beyond_the_files_is_refused_also_where_there_is_nothing_to_go_
     state = Trainer(served, state=trainer.state()).state()
     document = json.loads(state)
     assert document["sample_index"] == 16
-    at_boundary = served.coordinator.timeline.encode(served.resume_points.forward(served.resume_points.parse(state)))
+    at_boundary = served.coordinator.timeline.encode(
+        served.resume_points.forward(served.resume_points.parse(state))
+    )
     document["resume_state"] = json.loads(at_boundary)
     document.pop("checksum")
     assert served.resume_points.parse(seal(document)).base is not None
@@ -170,11 +191,19 @@ def test_a_cursor_beyond_the_files_is_refused_also_where_there_is_nothing_to_go_
     assert place.written() == before
 
 
-@pytest.mark.parametrize("options", [{"shuffle": "rows", "shuffle_window_rows": 4}, {"lanes": 2}, {}])
-def test_what_a_source_counts_is_held_against_its_files(made: Callable[..., Place], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"shuffle": "rows", "shuffle_window_rows": 4}, {"lanes": 2}, {}]
+)
+def test_what_a_source_counts_is_held_against_its_files(
+    made: Callable[..., Place], options: dict[str, Any]
+) -> None:
     files = ROWS[CODE] if options else ROWS[CODE][:1]
-    children = [{"source": CODE if options else CODE.replace("*", "0"), "epochs": 3, "weight": 9, **options}]
-    served = made(mixture={"policy": "least_consumed", "children": [*children, {"source": WIKI}]}).serve()
+    children = [
+        {"source": CODE if options else CODE.replace("*", "0"), "epochs": 3, "weight": 9, **options}
+    ]
+    served = made(
+        mixture={"policy": "least_consumed", "children": [*children, {"source": WIKI}]}
+    ).serve()
     trainer = Trainer(served)
     trainer.take(24)
     state = trainer.state(trainer.index)
@@ -182,7 +211,11 @@ def test_what_a_source_counts_is_held_against_its_files(made: Callable[..., Plac
     beyond = of_epoch * (1 + max(lane["epoch"] for lane in entry.get("lanes") or [entry])) + 1
     for field, value, says in (
         ("rows", beyond, f"rows is {beyond}, but it began . epochs of {of_epoch} rows"),
-        ("bad_rows", entry["rows"] + 1, f"bad_rows is {entry['rows'] + 1}, but it is a part of rows"),
+        (
+            "bad_rows",
+            entry["rows"] + 1,
+            f"bad_rows is {entry['rows'] + 1}, but it is a part of rows",
+        ),
         ("padding_tokens", entry["token_offset"] + 1, "padding_tokens is"),
     ):
 
@@ -197,7 +230,9 @@ def test_what_a_source_counts_is_held_against_its_files(made: Callable[..., Plac
     Trainer(served, state=state, takeover=True).take(1)
 
 
-def test_a_run_whose_source_was_left_fewer_epochs_than_it_had_begun_is_resumed(made: Callable[..., Place]) -> None:
+def test_a_run_whose_source_was_left_fewer_epochs_than_it_had_begun_is_resumed(
+    made: Callable[..., Place],
+) -> None:
     children = [{"source": CODE, "alias": "code", "epochs": 3, "weight": 9}, {"source": WIKI}]
     served = made(mixture={"policy": "least_consumed", "children": children}).serve()
     revise(served, sample_index=100, set=[{"child": "code", "epochs": 1}])
@@ -209,7 +244,9 @@ def test_a_run_whose_source_was_left_fewer_epochs_than_it_had_begun_is_resumed(m
     assert again.index == 116
 
 
-def test_a_fork_reads_no_more_of_a_source_that_its_mixture_reads_fewer_times(made: Callable[..., Place]) -> None:
+def test_a_fork_reads_no_more_of_a_source_that_its_mixture_reads_fewer_times(
+    made: Callable[..., Place],
+) -> None:
     children = [{"source": CODE, "epochs": 3, "weight": 9}, {"source": WIKI}]
     place = made(mixture={"policy": "least_consumed", "children": children})
     trainer = Trainer(place.serve())
@@ -225,7 +262,9 @@ def test_a_fork_reads_no_more_of_a_source_that_its_mixture_reads_fewer_times(mad
 # --- restores --------------------------------------------------------------------------------------
 
 
-def test_a_restore_pins_the_next_resume_point(place: Place, served: ServedRun, trainer: Trainer) -> None:
+def test_a_restore_pins_the_next_resume_point(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
     samples = sequence(served)
     trainer.train(6)
     state = trainer.state(12)
@@ -233,7 +272,9 @@ def test_a_restore_pins_the_next_resume_point(place: Place, served: ServedRun, t
     # The generation that is there goes on; the pin survives a restart of the server.
     trainer.take(1)
     served = place.restart()
-    with pytest.raises(JoinRefused, match=r"a restore pinned sample 9 .* but rank 0 resumes from sample 12"):
+    with pytest.raises(
+        JoinRefused, match=r"a restore pinned sample 9 .* but rank 0 resumes from sample 12"
+    ):
         Trainer(served, state=state)
     with pytest.raises(JoinRefused, match="a restore pinned sample 9"):
         Trainer(served, resume="fresh")
@@ -247,7 +288,9 @@ def datasets(text: str | bytes) -> Any:
     return json.loads(text)["resume_state"]["datasets"]
 
 
-def test_a_restore_names_one_point_that_exists(place: Place, served: ServedRun, trainer: Trainer) -> None:
+def test_a_restore_names_one_point_that_exists(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
     trainer.take(1)
     points: list[tuple[dict[str, Any], type[Exception]]] = [
         ({}, ConfigError),

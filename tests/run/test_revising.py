@@ -55,7 +55,9 @@ def wide(made: Callable[..., Place]) -> Place:
 
 
 def heavier(weight: float = 20, **fields: Any) -> MixtureChange:
-    return MixtureChange.model_validate({"reason": "a test", "set": [{"child": "docs", "weight": weight}], **fields})
+    return MixtureChange.model_validate(
+        {"reason": "a test", "set": [{"child": "docs", "weight": weight}], **fields}
+    )
 
 
 def revise(served: ServedRun, weight: float = 20, **fields: Any) -> StoredRevision:
@@ -104,7 +106,9 @@ def test_ranks_go_on_to_a_revision_that_is_being_written_and_no_further(
     assert again.take(2) == part(samples, trainer.index, again.index)
 
 
-def test_a_revision_of_an_epoch_that_is_over_is_not_written(place: Place, served: ServedRun) -> None:
+def test_a_revision_of_an_epoch_that_is_over_is_not_written(
+    place: Place, served: ServedRun
+) -> None:
     coordinator = served.coordinator
     # Another server took the lead and gave it back while the revision was on its way.
     place.ledger.meanwhile = lambda revision: served.leadership._acquire()  # type: ignore[method-assign]
@@ -115,11 +119,15 @@ def test_a_revision_of_an_epoch_that_is_over_is_not_written(place: Place, served
     assert coordinator._present.held_at is None
 
 
-def test_a_revision_may_be_taken_back_until_production_reaches_it(served: ServedRun, trainer: Trainer) -> None:
+def test_a_revision_may_be_taken_back_until_production_reaches_it(
+    served: ServedRun, trainer: Trainer
+) -> None:
     handler = served.revision_handler
     trainer.train(1)
     least = served.coordinator.view().first_revisable(None)
-    with pytest.raises(BeyondHorizon, match=f"a revision of run 'test' can hold from sample {least} on .*tokens"):
+    with pytest.raises(
+        BeyondHorizon, match=f"a revision of run 'test' can hold from sample {least} on .*tokens"
+    ):
         revise(served, sample_index=least - 1)
     with pytest.raises(ConfigError, match="name one of them, or neither"):
         revise(served, sample_index=least, total_tokens=8 * least)
@@ -131,7 +139,9 @@ def test_a_revision_may_be_taken_back_until_production_reaches_it(served: Served
         handler.drop(4)
     assert [revision.number for revision in handler.drop(2)] == [2, 3]
     trainer.train_to(index + 8)
-    with pytest.raises(BeyondHorizon, match=rf"revision 1 holds from sample {index} on, and samples before \d+ may"):
+    with pytest.raises(
+        BeyondHorizon, match=rf"revision 1 holds from sample {index} on, and samples before \d+ may"
+    ):
         handler.drop(1)
     takes_the_rest(trainer)
     assert [revision.sample_index for revision in served.coordinator.timeline.revisions] == [index]
@@ -152,7 +162,9 @@ def test_a_plan_under_a_change_is_the_one_that_the_run_has_once_it_is_made(
     assert served.plan(None) == plan
 
 
-def test_changes_at_once_build_on_each_other(place: Place, served: ServedRun, trainer: Trainer) -> None:
+def test_changes_at_once_build_on_each_other(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
     trainer.train(1)
     place.ledger.meanwhile = lambda revision: time.sleep(0.01)  # type: ignore[method-assign]
     with ThreadPoolExecutor(5) as pool:
@@ -177,12 +189,18 @@ def test_a_state_names_the_revisions_that_were_accepted_before_its_step_was_prod
     view = served.coordinator.view
     wait_for(lambda: view().generation.first_unproduced > 16, "samples beyond the four micro-steps")
     content = json.loads(revise(served, sample_index=120).content)
-    known_from = served.coordinator.view().generation.first_unproduced  # it may have been less a moment before
-    if restarted:  # and what rank 1 did not get yet is produced again, by a server that knows the revision
+    known_from = (
+        served.coordinator.view().generation.first_unproduced
+    )  # it may have been less a moment before
+    if (
+        restarted
+    ):  # and what rank 1 did not get yet is produced again, by a server that knows the revision
         trainer.connect(place.restart())
     trainer.ranks[1].take(3)
     old = trainer.state()  # the same of both ranks
-    assert named(old) == [one for one in before if one["known_from"] <= 16]  # more may have been produced before it
+    assert named(old) == [
+        one for one in before if one["known_from"] <= 16
+    ]  # more may have been produced before it
     trainer.train_to(known_from + 4)
     assert named(trainer.state()) == [content]
     assert [one["content"] for one in json.loads(place.committed().state)["revisions"]] == [content]
@@ -190,7 +208,9 @@ def test_a_state_names_the_revisions_that_were_accepted_before_its_step_was_prod
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_revision_of_a_run_that_stands_still_holds_from_where_it_stands(wide: Place, restarted: bool) -> None:
+def test_a_revision_of_a_run_that_stands_still_holds_from_where_it_stands(
+    wide: Place, restarted: bool
+) -> None:
     served = wide.serve()
     trainer = Trainer(served)
     trainer.train(5)
@@ -204,7 +224,9 @@ def test_a_revision_of_a_run_that_stands_still_holds_from_where_it_stands(wide: 
     assert wide.stored().closed_generation == 1
     for restarts in range(2):
         served = wide.restart() if restarts else served
-        with pytest.raises(Fenced, match=r"generation 1 of run 'test' .* is over: a revision closed it"):
+        with pytest.raises(
+            Fenced, match=r"generation 1 of run 'test' .* is over: a revision closed it"
+        ):
             trainer.connect(served)
         served.stats.read()
         assert served.snapshots.at(None)[1] == trainer.index
@@ -212,7 +234,10 @@ def test_a_revision_of_a_run_that_stands_still_holds_from_where_it_stands(wide: 
     # Another change, and one that is taken back, need no further generation.
     revise(served, 3)
     assert [revision.number for revision in served.revision_handler.drop(2)] == [2]
-    asks: list[dict[str, Any]] = [{"resume": "latest"}, {"state": trainer.state(), "takeover": True}]
+    asks: list[dict[str, Any]] = [
+        {"resume": "latest"},
+        {"state": trainer.state(), "takeover": True},
+    ]
     for ask in asks:
         again = Trainer(served, 2, 3, **ask)
         assert again.take(5) == part(sequence(served), trainer.index, again.index)
@@ -238,7 +263,11 @@ def test_a_run_stands_still_only_where_it_was_listened_to(wide: Place) -> None:
     assert served.coordinator.view().generation.first_unproduced > generation.horizon_index
     trainer.ranks[1].connect(served)
     streams = served.coordinator.view().generation
-    assert max(trainer.index, streams.produced_index) < streams.first_unproduced < generation.horizon_index
+    assert (
+        max(trainer.index, streams.produced_index)
+        < streams.first_unproduced
+        < generation.horizon_index
+    )
     trainer.leave(goodbye=False)
     time.sleep(1.1)
     assert revise(served).sample_index == trainer.index
@@ -254,7 +283,9 @@ def test_a_launch_does_not_stand_still_because_the_one_before_it_did(
     served.leadership.step()  # notes that nobody trains
     trainer = Trainer(served, state=trainer.state())
     trainer.train(3)
-    monkeypatch.setattr(served.leadership, "let_go", lambda: None)  # killed, before it noted anything else
+    monkeypatch.setattr(
+        served.leadership, "let_go", lambda: None
+    )  # killed, before it noted anything else
     served = wide.restart()
     generation = served.coordinator.view().generation
     assert (generation.stands_still, generation.ranks[0].last_heard) == (False, None)
@@ -270,7 +301,10 @@ def test_a_revision_that_has_to_wait_says_in_the_log_why_it_was_not_made(
     wide.timeouts = Timeouts(liveness_s=2.0)  # it is asked sooner than that after its start
     wide.restart().revision_handler.revise_soon(heavier(0.5, sample_index=3))
     wait_for(lambda: "was not made" in caplog.text, "the revision's end")
-    assert "the revision of the mixture file (a test) was not made: BeyondHorizon: sample 3 may" in caplog.text
+    assert (
+        "the revision of the mixture file (a test) was not made: BeyondHorizon: sample 3 may"
+        in caplog.text
+    )
 
 
 def test_a_revision_of_a_run_that_stands_still_comes_after_all_that_is_known_to_be_kept(
@@ -287,7 +321,9 @@ def test_a_revision_of_a_run_that_stands_still_comes_after_all_that_is_known_to_
             rank.history.append(rank.buffer.popleft().point)
     trainer.leave()
     assert served.mixture.info().first_revisable == beyond
-    with pytest.raises(BeyondHorizon, match=f"a revision of run 'test' can hold from sample {beyond} on"):
+    with pytest.raises(
+        BeyondHorizon, match=f"a revision of run 'test' can hold from sample {beyond} on"
+    ):
         revise(served, sample_index=beyond - 1)
     _, kept = served.snapshots.take(beyond + 4, save=True)
     assert served.mixture.info().first_revisable == beyond + 5
@@ -297,14 +333,17 @@ def test_a_revision_of_a_run_that_stands_still_comes_after_all_that_is_known_to_
         served.revision_handler.drop(1)
     revise(served)
     with pytest.raises(
-        SnapshotInvalid, match=f"made without revision 1, which holds from sample {beyond + 7} on, from other"
+        SnapshotInvalid,
+        match=f"made without revision 1, which holds from sample {beyond + 7} on, from other",
     ):
         served.resume_points.forward(served.resume_points.parse(trainer.state(beyond + 8)))
     served.restores.restore(snapshot_id=kept)
     assert Trainer(served).take(4) == part(sequence(served), beyond + 4, beyond + 4 + 16)
 
 
-def test_a_revision_of_a_run_that_trains_comes_after_what_is_pinned(served: ServedRun, trainer: Trainer) -> None:
+def test_a_revision_of_a_run_that_trains_comes_after_what_is_pinned(
+    served: ServedRun, trainer: Trainer
+) -> None:
     """Also where that lies beyond the launch that trains now, on the one before it."""
     trainer.train(20)
     pinned = trainer.index
@@ -382,7 +421,9 @@ def test_a_ledger_that_lost_a_revision_while_ranks_train_stops_them(
             until_led(lambda: trainer.take(1000))
     # Generation and commits are all there, but what the ranks have was made under the revision, perhaps.
     for _ in range(2):  # the lease is taken anew, before anything names what the server knows
-        with pytest.raises(LedgerRolledBack, match=r"has 0 changes of its revisions .* but had acknowledged 1"):
+        with pytest.raises(
+            LedgerRolledBack, match=r"has 0 changes of its revisions .* but had acknowledged 1"
+        ):
             until_led(lambda: trainer.connect(served))
         served.leadership._acquire()
     takes_the_rest(Trainer(served, state=early), 4)
@@ -390,7 +431,9 @@ def test_a_ledger_that_lost_a_revision_while_ranks_train_stops_them(
     assert not served.coordinator.timeline.revisions
 
 
-def test_a_ledger_that_lost_a_revision_takes_it_from_the_trainers_state(place: Place, trainer: Trainer) -> None:
+def test_a_ledger_that_lost_a_revision_takes_it_from_the_trainers_state(
+    place: Place, trainer: Trainer
+) -> None:
     trainer.train(1)
     place.stop()
     older = place.ledger_path.with_name("backup.db")
@@ -422,17 +465,26 @@ def test_a_restore_to_before_a_revision_applies_it_again_at_its_index_and_says_s
     assert f"revision 1 applies at sample {index} (a test)" in caplog.text
 
 
-def test_losses_of_a_source_that_a_revision_brings_have_its_name(made: Callable[..., Place]) -> None:
+def test_losses_of_a_source_that_a_revision_brings_have_its_name(
+    made: Callable[..., Place],
+) -> None:
     served = made(window_micro_steps=4, **flat([CODE, PROSE])).serve()
     trainer = Trainer(served)
 
     def report(sources: dict[int, tuple[float, int]]) -> None:
-        told = Report(sample_index=trainer.index, total_tokens=8 * trainer.index, step=trainer.index, sources=sources)
+        told = Report(
+            sample_index=trainer.index,
+            total_tokens=8 * trainer.index,
+            step=trainer.index,
+            sources=sources,
+        )
         served.losses.add(served.coordinator.uid, 1, trainer.attempt, told)
 
     trainer.train(1)
     report({0: (2.0, 10)})
-    trainer.train_to(revised(served, add=[{"child": {"source": DOCS, "alias": "late"}}]).sample_index + 8)
+    trainer.train_to(
+        revised(served, add=[{"child": {"source": DOCS, "alias": "late"}}]).sample_index + 8
+    )
     report({0: (1.0, 10), 2: (3.0, 5)})
     assert [(each.alias, each.losses) for each in served.losses.read().sources] == [
         (CODE, [2.0, 1.0]),
@@ -460,4 +512,6 @@ def test_a_closing_revision_of_unknown_outcome_is_what_the_ledger_has(
         revise(served)
     with pytest.raises(Fenced, match="a revision closed it"):
         until_led(lambda: trainer.connect(served))
-    assert [revision.sample_index for revision in served.coordinator.timeline.revisions] == [trainer.index]
+    assert [revision.sample_index for revision in served.coordinator.timeline.revisions] == [
+        trainer.index
+    ]

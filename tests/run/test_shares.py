@@ -25,7 +25,12 @@ def padded(tmp_path: Path) -> Iterator[Callable[..., Place]]:
     places: list[Place] = []
 
     def make(**fields: Any) -> Place:
-        fields = {"sequence_length": 64, "packing": "none", "pad_id": 0, "window_micro_steps": 6} | fields
+        fields = {
+            "sequence_length": 64,
+            "packing": "none",
+            "pad_id": 0,
+            "window_micro_steps": 6,
+        } | fields
         places.append(Place(tmp_path, tmp_path, flat(SOURCES) | fields))
         return places[-1]
 
@@ -42,7 +47,9 @@ def shares(stats: RunStats) -> list[list[float | None]]:
     ]
 
 
-def test_shares_are_of_real_tokens_where_the_run_balances_those(padded: Callable[..., Place]) -> None:
+def test_shares_are_of_real_tokens_where_the_run_balances_those(
+    padded: Callable[..., Place],
+) -> None:
     place = padded()
     served = place.serve()
     trainer = Trainer(served)
@@ -52,7 +59,10 @@ def test_shares_are_of_real_tokens_where_the_run_balances_those(padded: Callable
     for window in half, None:
         stats = served.stats.read()
         assert stats.count == "real"
-        short, long = (source.samples * tokens for source, tokens in zip(stats.sources, ROW_TOKENS, strict=True))
+        short, long = (
+            source.samples * tokens
+            for source, tokens in zip(stats.sources, ROW_TOKENS, strict=True)
+        )
         assert abs(short - long) <= 64
         assert shares(stats) == [[half, half, half, window]] * 2
         assert "shares are of real tokens, without padding" in printed(stats)
@@ -78,7 +88,11 @@ def test_shares_are_of_positions_where_the_run_balances_those(
 def under(policy: str, *children: dict[str, Any], **node: Any) -> dict[str, Any]:
     """Fields of a mixture over the sources: about 2,750 and 15,250 samples of 16 tokens."""
     named = [{"source": source, **child} for source, child in zip(SOURCES, children, strict=True)]
-    return {"mixture": {"policy": policy, "children": named, **node}, "sequence_length": 16, "packing": "concat"}
+    return {
+        "mixture": {"policy": policy, "children": named, **node},
+        "sequence_length": 16,
+        "packing": "concat",
+    }
 
 
 def of_first(stats: RunStats) -> tuple[float, float]:
@@ -90,7 +104,9 @@ def test_target_follows_a_schedule_and_beside_it_stands_what_was_expected_so_far
     padded: Callable[..., Place], tmp_path: Path
 ) -> None:
     # Weights are made anew every 256 samples, so from sample 512 on the second ones hold.
-    schedule = under("schedule", {"weight": [[0, 3], [16 * 300, 1]]}, {"weight": [[0, 1]]}, interpolate="step")
+    schedule = under(
+        "schedule", {"weight": [[0, 3], [16 * 300, 1]]}, {"weight": [[0, 1]]}, interpolate="step"
+    )
     place = padded(**schedule)
     served = place.serve()
     trainer = Trainer(served)
@@ -117,7 +133,9 @@ def test_target_follows_a_schedule_and_beside_it_stands_what_was_expected_so_far
         Trainer(served, world_size=1, state=state).train_to(1200)
         expected = (0.75 * 512 + 0.5 * (1200 - 512)) / 1200
         assert of_first(served.stats.read()) == (0.5, pytest.approx(expected, abs=1e-9))
-        assert served.receipts.report().sources[0].expected_share == pytest.approx(expected, abs=1e-9)
+        assert served.receipts.report().sources[0].expected_share == pytest.approx(
+            expected, abs=1e-9
+        )
 
 
 def test_draws_stray_from_what_is_expected_and_a_source_that_is_out_has_no_share_any_more(
@@ -136,7 +154,8 @@ def test_draws_stray_from_what_is_expected_and_a_source_that_is_out_has_no_share
     out_at = round(stats.sources[0].expected_share * 800 / 0.5)
     assert of_first(stats) == (0, pytest.approx(0.5 * out_at / 800, abs=1e-8))
     assert (
-        draws[:out_at].count(0) == 200 and draws.index(1, max(i for i, own in enumerate(draws) if own == 0)) <= out_at
+        draws[:out_at].count(0) == 200
+        and draws.index(1, max(i for i, own in enumerate(draws) if own == 0)) <= out_at
     )
 
 

@@ -27,7 +27,11 @@ class CountingLedger(SqliteLedger):
 
     def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
         self.sizes.append(len(some))
-        while len(self.sizes) == 1 and self.claims is not None and len(self.claims._waiting) < RANKS - 1:
+        while (
+            len(self.sizes) == 1
+            and self.claims is not None
+            and len(self.claims._waiting) < RANKS - 1
+        ):
             pass
         if self.away:
             raise LedgerUnavailable("away")

@@ -46,12 +46,16 @@ def test_a_snapshot_at_every_index_is_what_a_client_writes_there_before_and_afte
     assert [again.snapshots.at(index)[0] for index in range(0, 175, 7)] == every
 
 
-def test_a_past_index_of_a_generation_that_the_ledger_lost_is_told_as_its_loss(place: Place, trainer: Trainer) -> None:
+def test_a_past_index_of_a_generation_that_the_ledger_lost_is_told_as_its_loss(
+    place: Place, trainer: Trainer
+) -> None:
     # 14.16: it was said to lie before the first state of the run.
     trainer.train(20)
     with contextlib.closing(sqlite3.connect(place.ledger_path)) as connection, connection:
         connection.execute("DELETE FROM openings")
-    with pytest.raises(LedgerRolledBack, match=r"is at generation 1, but .* has no opening of it: it lost data"):
+    with pytest.raises(
+        LedgerRolledBack, match=r"is at generation 1, but .* has no opening of it: it lost data"
+    ):
         trainer.ranks[0].served.snapshots.at(8)
 
 
@@ -100,13 +104,18 @@ def test_a_commit_that_going_forward_does_not_meet_is_not_sealed(
     served = place.serve()
     if produced:
         wait_for(lambda: served.coordinator.view().error, "the order to be found out")
-    with pytest.raises(OrderMismatch, match=rf"sample 20 is committed with digest {'0' * 32}, but .* gives {digest}"):
+    with pytest.raises(
+        OrderMismatch,
+        match=rf"sample 20 is committed with digest {'0' * 32}, but .* gives {digest}",
+    ):
         served.snapshots.at(None)
 
 
 def test_a_snapshot_beyond_the_horizon_is_refused_with_the_limits(served: ServedRun) -> None:
     assert json.loads(served.snapshots.at(None)[0])["sample_index"] == 0
-    with pytest.raises(BeyondHorizon, match="sample 1 is beyond the horizon 0: no trainer has joined"):
+    with pytest.raises(
+        BeyondHorizon, match="sample 1 is beyond the horizon 0: no trainer has joined"
+    ):
         served.snapshots.at(1)
     Trainer(served).train(2)
     # Two steps of four are committed, and six more may be produced.
@@ -117,7 +126,9 @@ def test_a_snapshot_beyond_the_horizon_is_refused_with_the_limits(served: Served
         served.snapshots.at(-1)
 
 
-def test_a_rewound_run_has_one_answer_for_each_index(place: Place, served: ServedRun, trainer: Trainer) -> None:
+def test_a_rewound_run_has_one_answer_for_each_index(
+    place: Place, served: ServedRun, trainer: Trainer
+) -> None:
     trainer.train(9)
     state, early = trainer.state(16), trainer.state(8).decode()
     second = Trainer(served, world_size=1, batch_size=3, state=state)

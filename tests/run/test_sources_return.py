@@ -63,7 +63,9 @@ def tokens_of(spec: str, first: int, count: int) -> list[int]:
 
 def first_of(trainer: Trainer, source: int, count: int = 1) -> list[int]:
     """The ids of the first samples of a source that a trainer got."""
-    samples = [sample.ids for _, sample in sorted(trainer.taken().items()) if sample.source == source][:count]
+    samples = [
+        sample.ids for _, sample in sorted(trainer.taken().items()) if sample.source == source
+    ][:count]
     return [token for ids in samples for token in memoryview(ids).cast("H")]
 
 
@@ -74,8 +76,14 @@ def test_what_came_back_in_a_running_job_is_the_same_after_restarts_restores_and
     served = place.serve()
     trainer = Trainer(served, 1, 2, state=OLDER)
     trainer.train(3)
-    before, index = trainer.state(), revise(served, add=[{"child": {"source": CODE, "epochs": 9}}]).sample_index
-    assert f"{CODE}: goes on: spec={CODE} sample_row=17 shard=data/code-1.parquet offset=3" in caplog.text
+    before, index = (
+        trainer.state(),
+        revise(served, add=[{"child": {"source": CODE, "epochs": 9}}]).sample_index,
+    )
+    assert (
+        f"{CODE}: goes on: spec={CODE} sample_row=17 shard=data/code-1.parquet offset=3"
+        in caplog.text
+    )
     trainer.train_to(index + 40)
     assert first_of(trainer, 2, 2) == tokens_of(CODE, 17, 16)
     assert [entry["spec"] for entry in datasets(trainer.state())] == [DOCS, PROSE, CODE, WIKI]
@@ -107,7 +115,9 @@ def test_a_revision_that_is_to_come_takes_it_once(place: Place) -> None:
     assert first_of(trainer, 3) == tokens_of(WIKI, 7, 8)
 
 
-def forked(place: Place, trainer: Trainer, run: str, document: dict[str, Any]) -> tuple[ServedRun, Trainer]:
+def forked(
+    place: Place, trainer: Trainer, run: str, document: dict[str, Any]
+) -> tuple[ServedRun, Trainer]:
     path = place.path.with_name(f"{run}-{place.path.name}")
     path.write_text(yaml.safe_dump({**document, "run": run}))
     served = place.runs.add(path, None)
@@ -123,12 +133,17 @@ def test_a_fork_goes_on_with_what_was_preserved_and_preserves_what_it_leaves_out
     document = endless(DOCS, CODE, window_micro_steps=4)
     served, fork = forked(place, parent, "fork", document)
     assert (
-        f"resume: spec={CODE} sample_row=17 shard=data/code-1.parquet offset=3 (preserved by run 'test')" in caplog.text
+        f"resume: spec={CODE} sample_row=17 shard=data/code-1.parquet offset=3 (preserved by run 'test')"
+        in caplog.text
     )
     found = datasets(fork.state())
     assert [entry["spec"] for entry in found] == [DOCS, CODE, WIKI, PROSE]
     assert found[2] == {**WIKI_ENTRY, "unknown": True}
-    assert (found[3]["left_by"], found[3]["shard"], found[3]["unknown"]) == ("test", "data/prose/0.txt", True)
+    assert (found[3]["left_by"], found[3]["shard"], found[3]["unknown"]) == (
+        "test",
+        "data/prose/0.txt",
+        True,
+    )
     fork.train(4)
     assert first_of(fork, 1) == tokens_of(CODE, 17, 8)
 
@@ -136,14 +151,25 @@ def test_a_fork_goes_on_with_what_was_preserved_and_preserves_what_it_leaves_out
     index = revise(served, add=[{"child": {"source": PROSE, "epochs": "inf"}}]).sample_index
     fork.train_to(index + 20)
     text = "\0".join(row for shard in ROWS[PROSE] for row in shard[found[3]["row_offset"] :])
-    assert first_of(fork, 2) == [END if character == "\0" else ord(character) for character in text][:8]
+    assert (
+        first_of(fork, 2)
+        == [END if character == "\0" else ord(character) for character in text][:8]
+    )
     assert [entry["spec"] for entry in datasets(fork.state())] == [DOCS, CODE, PROSE, WIKI]
-    assert [entry.get("unknown", False) for entry in datasets(fork.state())] == [False, False, False, True]
+    assert [entry.get("unknown", False) for entry in datasets(fork.state())] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
     # A fork of the fork has it all, too.
     _, grandchild = forked(place, fork, "second", endless(WIKI, DOCS, window_micro_steps=4))
     assert first_of_taken(grandchild, 0) == tokens_of(WIKI, 7, 8)
-    assert {entry["spec"] for entry in datasets(grandchild.state()) if entry.get("unknown")} == {CODE, PROSE}
+    assert {entry["spec"] for entry in datasets(grandchild.state()) if entry.get("unknown")} == {
+        CODE,
+        PROSE,
+    }
 
 
 def first_of_taken(trainer: Trainer, source: int) -> list[int]:
@@ -162,7 +188,11 @@ def test_a_fork_of_a_run_that_the_server_does_not_serve_knows_it_from_the_state(
     fork = Trainer(served, 1, 2, state=state, fork=True)
     fork.train(4)
     assert first_of(fork, 1) == tokens_of(CODE, 17, 8)
-    left = {entry["spec"]: entry.get("left_by") for entry in datasets(fork.state()) if entry.get("unknown")}
+    left = {
+        entry["spec"]: entry.get("left_by")
+        for entry in datasets(fork.state())
+        if entry.get("unknown")
+    }
     assert left == {WIKI: None, PROSE: "test"}
     index = revise(
         served, add=[{"child": {"source": PROSE, "epochs": "inf"}}, {"child": {"source": WIKI}}]
@@ -172,8 +202,13 @@ def test_a_fork_of_a_run_that_the_server_does_not_serve_knows_it_from_the_state(
     assert not [entry for entry in datasets(fork.state()) if entry.get("unknown")]
 
 
-def test_a_fork_preserves_a_source_of_which_rows_were_read_and_no_sample_is_the_runs(place: Place) -> None:
-    entries = [{"spec": DOCS, "row_offset": 1, "token_offset": 160}, {"spec": PROSE, "row_offset": 2}]
+def test_a_fork_preserves_a_source_of_which_rows_were_read_and_no_sample_is_the_runs(
+    place: Place,
+) -> None:
+    entries = [
+        {"spec": DOCS, "row_offset": 1, "token_offset": 160},
+        {"spec": PROSE, "row_offset": 2},
+    ]
     older = json.dumps({"resume_state": {"datasets": entries}}).encode()
     parent = Trainer(place.serve(), 1, 2, state=older)
     served, fork = forked(place, parent, "fork", endless(DOCS, CODE, window_micro_steps=4))
@@ -181,7 +216,10 @@ def test_a_fork_preserves_a_source_of_which_rows_were_read_and_no_sample_is_the_
     index = revise(served, add=[{"child": {"source": PROSE, "epochs": "inf"}}]).sample_index
     fork.train_to(index + 20)
     text = "\0".join(row for shard in ROWS[PROSE] for row in shard[2:])
-    assert first_of(fork, 2) == [END if character == "\0" else ord(character) for character in text][:8]
+    assert (
+        first_of(fork, 2)
+        == [END if character == "\0" else ord(character) for character in text][:8]
+    )
 
 
 def test_a_source_that_was_dropped_is_not_out_at_the_end(made: Callable[..., Place]) -> None:
@@ -202,7 +240,10 @@ def test_a_fork_in_whose_mixture_it_is_shuffled_is_refused(place: Place) -> None
     parent.train(4)
     document = endless(DOCS, CODE)
     document["mixture"]["children"][1]["shuffle"] = "shards"
-    with pytest.raises(SnapshotInvalid, match=r"shuffle: shards .* or write the spec in another way to begin it anew"):
+    with pytest.raises(
+        SnapshotInvalid,
+        match=r"shuffle: shards .* or write the spec in another way to begin it anew",
+    ):
         forked(place, parent, "fork", document)
 
 

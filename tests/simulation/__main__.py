@@ -27,7 +27,9 @@ _AT_ONCE = 20
 def main(
     seed: Annotated[int, typer.Argument(help="the world to replay, or the first of --worlds")] = 0,
     worlds: Annotated[int, typer.Option(help="how many worlds to run, from that seed on")] = 0,
-    write: Annotated[bool, typer.Option("--write", help="write down the digests of the tests' worlds")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="write down the digests of the tests' worlds")
+    ] = False,
 ) -> None:
     """Replays one world and prints its events, or runs many and prints the seeds that failed."""
     if write:
@@ -45,7 +47,9 @@ def replay(seed: int) -> int:
     found = broken(world)
     for time, who, what, details in world.log:
         console.print(f"{time:10.4f}  {who:18}  {what}", *details)
-    console.print(f"seed {seed}: {found or 'every promise was kept'}; {world.checker.samples} samples were compared")
+    console.print(
+        f"seed {seed}: {found or 'every promise was kept'}; {world.checker.samples} samples were compared"
+    )
     return 1 if found else 0
 
 
@@ -62,7 +66,9 @@ def run_many(seeds: Iterable[int]) -> int:
             if found is not None:
                 faults.append(f"seed {seed}: {found}")
                 progress.console.print(faults[-1])
-    Console().print(f"{len(every)} worlds, {samples} samples compared, {len(faults)} worlds with a fault")
+    Console().print(
+        f"{len(every)} worlds, {samples} samples compared, {len(faults)} worlds with a fault"
+    )
     return min(len(faults), 100)
 
 

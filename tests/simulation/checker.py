@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 #: Errors that end a launch rightly where the ledger lost data.
-_OF_LOST_DATA = frozenset({"LedgerRolledBack", "NotFound", "OrderMismatch", "Fenced", "AttemptUsed", "LedgerError"})
+_OF_LOST_DATA = frozenset(
+    {"LedgerRolledBack", "NotFound", "OrderMismatch", "Fenced", "AttemptUsed", "LedgerError"}
+)
 
 
 #: A sample index, and the older checkpoint that the order began from, empty for none.
@@ -100,28 +102,42 @@ class Checker:
             return
         epoch = server.coordinator.lease.epoch if server.coordinator is not None else None
         if epoch != run.epoch and not self._was_sent_before_the_loss(args[0], epoch, run.epoch):
-            self.fail(f"{server.name} has epoch {epoch}, the ledger {run.epoch}, but its {call} moved the ledger")
+            self.fail(
+                f"{server.name} has epoch {epoch}, the ledger {run.epoch}, but its {call} moved the ledger"
+            )
         if run.generation != self._generation:
             self._look_at_opening()
         elif index < self._index:
-            self.fail(f"{call} moved generation {run.generation} back from sample {self._index} to {index}")
+            self.fail(
+                f"{call} moved generation {run.generation} back from sample {self._index} to {index}"
+            )
         elif call != "commit":
             self.fail(f"{call} moved the counters, from sample {self._index} to {index}")
         else:
             if args[0].generation != run.generation:
-                self.fail(f"a commit of generation {args[0].generation} moved generation {run.generation}")
+                self.fail(
+                    f"a commit of generation {args[0].generation} moved generation {run.generation}"
+                )
             launch = self._world.launch_of(run.openings[-1].attempt)
             if index > launch.consumed:
-                self.fail(f"sample {index} was committed, but not every rank is beyond {launch.consumed}")
+                self.fail(
+                    f"sample {index} was committed, but not every rank is beyond {launch.consumed}"
+                )
         self._generation, self._index = run.generation, index
         self._indices.add((index, self._reference.older))
         self._durable[run.openings[-1].attempt] = index
         reference = self._reference
         if index > len(reference):
             self.fail(f"sample {index} was committed, but the data end at {len(reference)}")
-        self._equal(f"the counters at sample {index}", dict(run.committed.counters), reference.counters[index])
+        self._equal(
+            f"the counters at sample {index}",
+            dict(run.committed.counters),
+            reference.counters[index],
+        )
         self._equal(f"the digest at sample {index}", run.committed.digest, reference.digests[index])
-        self._equal(f"the tokens at sample {index}", run.committed.total_tokens, reference.tokens_at(index))
+        self._equal(
+            f"the tokens at sample {index}", run.committed.total_tokens, reference.tokens_at(index)
+        )
         self._world.note("ledger", call, server.name, run.generation, index)
 
     def look_at_check(self) -> None:
@@ -144,11 +160,17 @@ class Checker:
         """The mixture was revised, or is not any more: what was sent stays as it was."""
         before = self._reference
         now = reference(self._world.plan.mixture, revisions, before.older)
-        self._world.note("ledger", call, "revisions", *[(each.number, each.sample_index) for each in revisions])
+        self._world.note(
+            "ledger", call, "revisions", *[(each.number, each.sample_index) for each in revisions]
+        )
         if call not in ("revise", "drop_revisions"):
             self.fail(f"{call} changed the revisions")
         run = self._world.store.runs[RUN, STREAM]
-        if run.openings and run.closed_generation == run.generation and self.present not in self._former:
+        if (
+            run.openings
+            and run.closed_generation == run.generation
+            and self.present not in self._former
+        ):
             # Nothing of it was kept behind what is committed and what its ranks reported, or nobody may go on with it.
             self._former[self.present] = before
             self._sent = min(self._sent, revisions[-1].sample_index)
@@ -171,14 +193,19 @@ class Checker:
             self._world.note("ledger", "skips", *(skips[0] or {}).items())
             self._acknowledged += new
 
-    def pinned(self, text: str, samples: int, undo: bool, skips: dict[int, int] | None, at_first: Reference) -> None:
+    def pinned(
+        self, text: str, samples: int, undo: bool, skips: dict[int, int] | None, at_first: Reference
+    ) -> None:
         """A restore pinned a state, after which so many samples more are to be passed over; ``at_first``: what the
         order was when it began."""
         before, document = self._reference, json.loads(text)
         index = document["sample_index"]
         if self._world.lost or before is not at_first or before.older != self._place(text)[1]:
             return
-        places, passed = before.places, index + sum(self._passed(text).values()) - before.places[:index].count(-1)
+        places, passed = (
+            before.places,
+            index + sum(self._passed(text).values()) - before.places[:index].count(-1),
+        )
         if undo:
             state_skips = self._as_revision(self._passed(text))
             line = reference(self._world.plan.mixture, (*before.changes, state_skips), before.older)
@@ -187,7 +214,11 @@ class Checker:
         if skips is None:
             now = before
         else:
-            now = reference(self._world.plan.mixture, (*before.revisions, self._as_revision(skips)), before.older)
+            now = reference(
+                self._world.plan.mixture,
+                (*before.revisions, self._as_revision(skips)),
+                before.older,
+            )
         both = min(len(expected), len(now))
         self._equal(f"what is passed over at sample {index}", now.places[:both], expected[:both])
 
@@ -198,7 +229,9 @@ class Checker:
 
     def _as_revision(self, skips: dict[int, int]) -> StoredRevision:
         content = json.dumps({"skips": [*skips.items()]})
-        return StoredRevision(number=0, sample_index=0, made_at=0.0, author="", reason="", content=content)
+        return StoredRevision(
+            number=0, sample_index=0, made_at=0.0, author="", reason="", content=content
+        )
 
     def _passed(self, text: str) -> dict[int, int]:
         """What a state had passed over before its sample index, or at it."""
@@ -206,7 +239,9 @@ class Checker:
         state = document.get("resume_state") or {"sample_index": 0}
         passed = {index: samples for index, samples, _ in state.get("skips", ())}
         between = range(state["sample_index"], document["sample_index"])
-        return passed | {index: samples for index, samples in self._skips_in(state).items() if index in between}
+        return passed | {
+            index: samples for index, samples in self._skips_in(state).items() if index in between
+        }
 
     def _skips_in(self, resume_state: dict[str, Any]) -> dict[int, int]:
         """All that the line passes over on which a state was made."""
@@ -221,7 +256,9 @@ class Checker:
     def _look_for_acknowledged(self) -> None:
         for revision in self._acknowledged:
             if revision not in self._reference.revisions and revision not in self._may_be_gone:
-                self.fail(f"revision {revision.number} at sample {revision.sample_index} was acknowledged, and is gone")
+                self.fail(
+                    f"revision {revision.number} at sample {revision.sample_index} was acknowledged, and is gone"
+                )
 
     def acknowledged(self, revision: StoredRevision) -> None:
         """An operator was told that a revision is made."""
@@ -235,7 +272,9 @@ class Checker:
     def dropped(self, number: int) -> None:
         """An operator was told that a revision and all after it are dropped."""
         if not self._world.lost and len(self._reference.revisions) >= number:
-            self.fail(f"revision {number} was dropped, but the ledger has {len(self._reference.revisions)}")
+            self.fail(
+                f"revision {number} was dropped, but the ledger has {len(self._reference.revisions)}"
+            )
 
     def _reference_of(self, launch: Launch) -> Reference:
         """What the order is for a launch: for one that is over, what it was then."""
@@ -267,11 +306,15 @@ class Checker:
         else:
             allowed.add((0, ""))
         if (start, begun_from) not in allowed:
-            self.fail(f"{opening.attempt} asked for one of {sorted(allowed)}, and starts at {start} {begun_from}")
+            self.fail(
+                f"{opening.attempt} asked for one of {sorted(allowed)}, and starts at {start} {begun_from}"
+            )
         self._reference = reference(self._world.plan.mixture, tuple(run.revisions), begun_from)
         size = launch.size_at(start, start, self._reference.tokens_at)
         if (opening.world_size, opening.batch_size) != (launch.world_size, size):
-            self.fail(f"{opening.attempt} was opened for {opening.world_size} × {opening.batch_size}")
+            self.fail(
+                f"{opening.attempt} was opened for {opening.world_size} × {opening.batch_size}"
+            )
         self._indices, self._pins = set(), set()
 
     def _line(self, older: str) -> Reference:
@@ -291,8 +334,14 @@ class Checker:
     def lost_data(self) -> None:
         """The store went back to what it was: from there on is looked."""
         run = self._world.store.runs.get((RUN, STREAM))
-        older = self._older_of(json.loads(run.openings[-1].start_state)) if run is not None and run.openings else ""
-        now = reference(self._world.plan.mixture, tuple(run.revisions) if run is not None else (), older)
+        older = (
+            self._older_of(json.loads(run.openings[-1].start_state))
+            if run is not None and run.openings
+            else ""
+        )
+        now = reference(
+            self._world.plan.mixture, tuple(run.revisions) if run is not None else (), older
+        )
         if now is not self._reference:
             # Whoever is at work goes on as before until it hears of the loss: by a window at most, since a commit has
             # to be of the order as it is now.
@@ -302,7 +351,9 @@ class Checker:
         self._acknowledged, self._may_be_gone = [], []
         self._sent = 0
         self._generation = run.generation if run is not None else 0
-        self._index = run.committed.sample_index if run is not None and run.committed is not None else -1
+        self._index = (
+            run.committed.sample_index if run is not None and run.committed is not None else -1
+        )
         self._pin = run.pin if run is not None else None
         self._indices, self._pins = {(max(self._index, 0), older)}, set()
         if self._pin is not None:
@@ -318,13 +369,17 @@ class Checker:
         assert server.coordinator is not None
         has_heard = server.coordinator.timeline.revisions == now.revisions
         if self._world.lost and former is not None and former.older == now.older and has_heard:
-            del self._former[rank.launch.attempt]  # this server goes on by what the ledger has since the loss
+            del self._former[
+                rank.launch.attempt
+            ]  # this server goes on by what the ledger has since the loss
 
     def sent(self, server: Server, rank: Rank, session: Session, committed_through: int) -> None:
         self._look_at_fence("data were sent", rank, session)
         durable = self._durable.get(rank.launch.attempt, -1)
         if committed_through > durable:
-            self.fail(f"{rank.name} was told that {committed_through} is committed, but {durable} is")
+            self.fail(
+                f"{rank.name} was told that {committed_through} is committed, but {durable} is"
+            )
 
     def _look_at_fence(self, what: str, rank: Rank, session: Session) -> None:
         run = self._world.store.runs.get((RUN, STREAM))
@@ -332,7 +387,9 @@ class Checker:
             return
         number = session.active.generation.number
         if number != run.generation:
-            self.fail(f"{what} for {rank.name}, generation {number}, but {run.generation} was open already")
+            self.fail(
+                f"{what} for {rank.name}, generation {number}, but {run.generation} was open already"
+            )
         if run.openings[-1].attempt != rank.launch.attempt:
             self.fail(f"{what} for {rank.name} in the generation of {run.openings[-1].attempt}")
 
@@ -348,10 +405,16 @@ class Checker:
         generation = active.generation
         used = min(generation.acknowledged(), generation.produced)
         for group in generation.groups:
-            if group.marks and (len(group.samples) == 0) != (group.plan.group_end(group.first_step) <= used):
-                self.fail(f"{server.name} holds ids that every rank has used, or let others go: all used {used} steps")
+            if group.marks and (len(group.samples) == 0) != (
+                group.plan.group_end(group.first_step) <= used
+            ):
+                self.fail(
+                    f"{server.name} holds ids that every rank has used, or let others go: all used {used} steps"
+                )
         held = sum(len(group.marks) for group in generation.groups if len(group.samples))
-        most = generation.window_micro_steps + max(plan.group_micro_steps for plan in generation.batch_plans.plans)
+        most = generation.window_micro_steps + max(
+            plan.group_micro_steps for plan in generation.batch_plans.plans
+        )
         if held > most:
             self.fail(f"{server.name} holds {held} steps; a window and a group are {most}")
 
@@ -359,10 +422,19 @@ class Checker:
 
     def joined(self, rank: Rank, answer: Accepted) -> None:
         start, loaded = answer.start, rank.launch.loaded
-        if loaded is not None and (start.sample_index, start.digest) != (loaded.sample_index, loaded.digest):
-            self.fail(f"{rank.name} loaded sample {loaded.sample_index}, and was started at {start.sample_index}")
+        if loaded is not None and (start.sample_index, start.digest) != (
+            loaded.sample_index,
+            loaded.digest,
+        ):
+            self.fail(
+                f"{rank.name} loaded sample {loaded.sample_index}, and was started at {start.sample_index}"
+            )
         self._look_at_point(
-            rank.name, start.sample_index, start.digest, start.total_tokens, self._reference_of(rank.launch)
+            rank.name,
+            start.sample_index,
+            start.digest,
+            start.total_tokens,
+            self._reference_of(rank.launch),
         )
         if answer.opening.attempt != rank.launch.attempt:
             self.fail(f"{rank.name} was let into the generation of {answer.opening.attempt}")
@@ -387,14 +459,23 @@ class Checker:
             rotation = (step.slice - rank.number) % launch.world_size
             known = self._rotations.setdefault((launch.attempt, begin), rotation)
             if rotation != known:
-                self.fail(f"{rank.name} got slice {step.slice} at {begin}, but another rank's says rotation {known}")
+                self.fail(
+                    f"{rank.name} got slice {step.slice} at {begin}, but another rank's says rotation {known}"
+                )
             first = begin + step.slice * size
-            for index, source, ids in zip(range(first, end + 10**6), step.source_ids, step.ids, strict=False):
+            for index, source, ids in zip(
+                range(first, end + 10**6), step.source_ids, step.ids, strict=False
+            ):
                 if index >= end:
-                    padded = source == -1 and not any(ids) and reference.config.last_micro_step == "pad"
+                    padded = (
+                        source == -1 and not any(ids) and reference.config.last_micro_step == "pad"
+                    )
                     if not padded:
                         self.fail(f"{rank.name} got sample {index}, behind the end {end}")
-                elif (source, ids) != (reference.samples[index].source, reference.samples[index].ids):
+                elif (source, ids) != (
+                    reference.samples[index].source,
+                    reference.samples[index].ids,
+                ):
                     self.fail(f"{rank.name} got another sample than the reference has at {index}")
             self._equal(f"{rank.name}'s samples of a step", len(step.ids), size)
             self.samples += len(step.ids)
@@ -402,7 +483,9 @@ class Checker:
 
     def buffered(self, rank: Rank, steps: int) -> None:
         if steps > rank.credit_micro_steps:
-            self.fail(f"{rank.name} holds {steps} steps, but gave credits for {rank.credit_micro_steps}")
+            self.fail(
+                f"{rank.name} holds {steps} steps, but gave credits for {rank.credit_micro_steps}"
+            )
 
     def ended(self, rank: Rank, end: EndOfData) -> None:
         """G8: where the data end for every rank alike."""
@@ -440,13 +523,21 @@ class Checker:
         if json.loads(text)["generation"] != self._generation or self._world.lost:
             return
         for rank in launch.ranks:
-            if rank.history is not None and rank.joined is not None and rank.joined.opening.start_index < at:
+            if (
+                rank.history is not None
+                and rank.joined is not None
+                and rank.joined.opening.start_index < at
+            ):
                 try:
                     own = rank.history.text(at)
                 except ValueError:
                     continue  # it did not stop there, or is not there yet
                 if rank.joined.opening.generation == self._generation:
-                    self._equal(f"the server's snapshot at sample {at}", self._comparable(text), self._comparable(own))
+                    self._equal(
+                        f"the server's snapshot at sample {at}",
+                        self._comparable(text),
+                        self._comparable(own),
+                    )
 
     def _comparable(self, text: str) -> str:
         """A snapshot without revisions that decide no sample before it and that somebody dropped since, or that the
@@ -466,12 +557,20 @@ class Checker:
     def look_at_text(self, text: str, at: int, launch: Launch | None = None) -> None:
         found = json.loads(text)
         self._equal("a state's sample index", found["sample_index"], at)
-        expected = self._line(self._place(text)[1]) if launch is None else self._reference_of(launch)
+        expected = (
+            self._line(self._place(text)[1]) if launch is None else self._reference_of(launch)
+        )
         self._look_at_point("a state", at, found["digest"], found["total_tokens"], expected)
-        if launch is None and not self._is_of_another_line(text) and found["generation"] == self._generation:
+        if (
+            launch is None
+            and not self._is_of_another_line(text)
+            and found["generation"] == self._generation
+        ):
             self._sent = max(self._sent, at)
 
-    def _look_at_point(self, who: str, index: int, digest: str, total_tokens: int, reference: Reference) -> None:
+    def _look_at_point(
+        self, who: str, index: int, digest: str, total_tokens: int, reference: Reference
+    ) -> None:
         if index > len(reference):
             self.fail(f"{who} is at sample {index}, but the data end at {len(reference)}")
         self._equal(f"{who}'s digest at sample {index}", digest, reference.digests[index])
@@ -487,7 +586,9 @@ class Checker:
             theirs, here = passed.get(index, 0), ours.get(index, 0)
             if (index < at and theirs != here) or (index == at and theirs > here):
                 return True
-        changes = [entry for entry in resume.get("revisions", []) if "skips" not in entry["content"]]
+        changes = [
+            entry for entry in resume.get("revisions", []) if "skips" not in entry["content"]
+        ]
         known = {entry["sample_index"]: entry for entry in changes}
         newest = max((index for index in known if index <= found["sample_index"]), default=None)
         in_force = known[newest] if newest is not None else None
@@ -505,18 +606,28 @@ class Checker:
         if opened is None:
             superseded = launch.attempt in self._attempts and self._attempts_behind(launch.attempt)
             if run is not None and self.present == launch.attempt:
-                superseded |= run.closed_generation == run.generation  # while this rank was on its way to it
+                superseded |= (
+                    run.closed_generation == run.generation
+                )  # while this rank was on its way to it
         if world.lost and name in _OF_LOST_DATA:
             return
         if world.lost and name == "SnapshotInvalid" and "run_uid" in text:
             return  # the ledger came back as it was before it took that run's uid
         if name == "SnapshotInvalid":
-            texts = [launch.loaded.text if launch.loaded else "", world.saved.get(launch.resume, ""), self._pin or ""]
+            texts = [
+                launch.loaded.text if launch.loaded else "",
+                world.saved.get(launch.resume, ""),
+                self._pin or "",
+            ]
             if any(self._is_of_another_line(each) for each in texts if each):
                 return
         if name == "SnapshotInvalid" and launch.older and "the data end at" in text:
             return  # revisions left fewer samples than it has behind it
-        if name == "SnapshotInvalid" and "resume_state" in launch.older and "passed over 0: restore to" in text:
+        if (
+            name == "SnapshotInvalid"
+            and "resume_state" in launch.older
+            and "passed over 0: restore to" in text
+        ):
             begin = self._line(launch.older).begin
             if any(skip < begin for skip in self._reference.skips):
                 return  # it stands beyond a skip that it knows nothing of

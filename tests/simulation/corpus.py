@@ -51,8 +51,14 @@ def _children(*names: str, **fields: Any) -> list[dict[str, Any]]:
 
 #: By name: the mixture file's fields beside run, vocabulary and window.
 MIXTURES: dict[str, dict[str, Any]] = {
-    "one source": {"sequence_length": 4, "mixture": {"policy": "least_consumed", "children": _children("a")}},
-    "drops": {"sequence_length": 5, "mixture": {"policy": "least_consumed", "children": _children("a", "b", "c")}},
+    "one source": {
+        "sequence_length": 4,
+        "mixture": {"policy": "least_consumed", "children": _children("a")},
+    },
+    "drops": {
+        "sequence_length": 5,
+        "mixture": {"policy": "least_consumed", "children": _children("a", "b", "c")},
+    },
     "pads": {
         "sequence_length": 6,
         "last_micro_step": "pad",
@@ -75,7 +81,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "sequence_length": 4,
         "seed": 11,
         "last_micro_step": "pad",
-        "mixture": {"policy": "least_consumed", "on_exhausted": "stop", "children": _children("b", "d", epochs=2)},
+        "mixture": {
+            "policy": "least_consumed",
+            "on_exhausted": "stop",
+            "children": _children("b", "d", epochs=2),
+        },
     },
 }
 
@@ -90,7 +100,10 @@ MIXTURES_BY_CLOCK: dict[str, dict[str, Any]] = {
             {"until_tokens": 150},
             {
                 "until_tokens": 450,
-                "mixture": {"policy": "weighted", "children": [*_children("a", weight=3), *_children("b", "c")]},
+                "mixture": {
+                    "policy": "weighted",
+                    "children": [*_children("a", weight=3), *_children("b", "c")],
+                },
             },
         ],
     }
@@ -142,13 +155,19 @@ class MemoryResources(RunResources):
     """Those of a run whose rows lie in memory. ``breathe`` is called around whatever the producer does that takes
     time; ``readers``: who reads for it, if anybody."""
 
-    def __init__(self, breathe: Callable[[], None] = lambda: None, readers: Readers | None = None) -> None:
+    def __init__(
+        self, breathe: Callable[[], None] = lambda: None, readers: Readers | None = None
+    ) -> None:
         super().__init__(Path(), None)
         self.breathe = breathe
         self.readers = readers
 
     def open_source(
-        self, spec: Spec, shards: tuple[Shard, ...], rules: RowRules = PLAIN, end_of_text_id: int | None = None
+        self,
+        spec: Spec,
+        shards: tuple[Shard, ...],
+        rules: RowRules = PLAIN,
+        end_of_text_id: int | None = None,
     ) -> MemorySource:
         return MemorySource(spec.location, shards)
 
@@ -158,11 +177,15 @@ class MemoryFactory(PipelineFactory):
 
     resources: MemoryResources
 
-    def breathing(self, breathe: Callable[[], None], readers: Readers | None = None) -> MemoryFactory:
+    def breathing(
+        self, breathe: Callable[[], None], readers: Readers | None = None
+    ) -> MemoryFactory:
         """The same for a server of its own."""
         return MemoryFactory(self.record, MemoryResources(breathe, readers))
 
-    def pipeline(self, state: State, *, ahead: bool = False, switches: Sequence[Switch] = ()) -> Pipeline:
+    def pipeline(
+        self, state: State, *, ahead: bool = False, switches: Sequence[Switch] = ()
+    ) -> Pipeline:
         pipeline = super().pipeline(state, ahead=ahead, switches=switches)
         if ahead:
             fill, breathe = pipeline.fill, self.resources.breathe
@@ -189,7 +212,9 @@ def order_of(mixture: str, window_micro_steps: int) -> MemoryFactory:
         "end_of_text_id": END_OF_TEXT,
         "window_micro_steps": window_micro_steps,
     }
-    parsed = config.parse(document | (MIXTURES | MIXTURES_BY_CLOCK)[mixture], where=mixture, catalog=CATALOG)
+    parsed = config.parse(
+        document | (MIXTURES | MIXTURES_BY_CLOCK)[mixture], where=mixture, catalog=CATALOG
+    )
     files = tuple(
         SourceFiles(
             source.source,
@@ -200,7 +225,9 @@ def order_of(mixture: str, window_micro_steps: int) -> MemoryFactory:
         )
         for source in parsed.sources
     )
-    record = RunRecord(config=parsed, manifest=Manifest(files), tokenizer=None, engine=None, has_loss_mask=False)
+    record = RunRecord(
+        config=parsed, manifest=Manifest(files), tokenizer=None, engine=None, has_loss_mask=False
+    )
     return MemoryFactory(record, MemoryResources())
 
 
@@ -217,27 +244,38 @@ class Reference:
     counters and the digests are worked out here, from the rows alone.
     """
 
-    def __init__(self, mixture: str, revisions: Sequence[StoredRevision] = (), older: str = "") -> None:
+    def __init__(
+        self, mixture: str, revisions: Sequence[StoredRevision] = (), older: str = ""
+    ) -> None:
         """``older``: the checkpoint of an older data loader that the order begins from, if any."""
         order = order_of(mixture, 2)
         self.revisions = tuple(revisions)
         #: The same without what is passed over, which is what the newest that tells of it says.
         self.changes = [revision for revision in revisions if skips_of(revision) is None]
-        skips = self.skips = next((skips for each in reversed(revisions) if (skips := skips_of(each)) is not None), {})
+        skips = self.skips = next(
+            (skips for each in reversed(revisions) if (skips := skips_of(each)) is not None), {}
+        )
         self.older = older
         self.config = order.config
         self.specs = order.record.specs
         self.length = order.config.sequence_length
         document = json.loads(older or "{}")
-        entries = {entry["spec"]: entry for entry in document.get("resume_state", {}).get("datasets", ())}
-        passed, before = zip(*(_passed(spec, entries.get(spec), self.length) for spec in self.specs), strict=True)
+        entries = {
+            entry["spec"]: entry for entry in document.get("resume_state", {}).get("datasets", ())
+        }
+        passed, before = zip(
+            *(_passed(spec, entries.get(spec), self.length) for spec in self.specs), strict=True
+        )
         #: Where its own samples begin, and where a launch that brings the older checkpoint does.
         first = sum(before)
         self.begin = first or document.get("sample_index", 0)
         self._clock_offset = document["total_tokens"] - self.begin * self.length if older else 0
         # The plain order has what is passed over, so that later changes lie so much further in it.
         plain = [
-            replace(change, sample_index=change.sample_index + _passed_before(change.sample_index, skips))
+            replace(
+                change,
+                sample_index=change.sample_index + _passed_before(change.sample_index, skips),
+            )
             for change in self.changes
         ]
         timeline = Timeline(order, plain).with_clock(self._clock_offset)
@@ -290,7 +328,9 @@ class Reference:
             return None
         return {"content": json.loads(found[-1].content), "sample_index": found[-1].sample_index}
 
-    def _count(self, given: list[int], ends: list[list[int]], skipped: list[Counters]) -> dict[str, Counters]:
+    def _count(
+        self, given: list[int], ends: list[list[int]], skipped: list[Counters]
+    ) -> dict[str, Counters]:
         return {
             spec: Counters(
                 samples=before + samples - out.samples,
@@ -314,7 +354,9 @@ def _passed_before(index: int, skips: Mapping[int, int]) -> int:
 
 
 @cache
-def reference(mixture: str, revisions: tuple[StoredRevision, ...] = (), older: str = "") -> Reference:
+def reference(
+    mixture: str, revisions: tuple[StoredRevision, ...] = (), older: str = ""
+) -> Reference:
     return Reference(mixture, revisions, older)
 
 
@@ -330,9 +372,15 @@ def older_checkpoint(mixture: str, rng: random.Random) -> str:
         entry["row_offset"] = rng.randint(0, len(shards[shard]) // 2)
         entries.append(entry | ({"token_offset": rng.randint(0, 40)} if rng.random() < 0.8 else {}))
     if rng.random() < 0.4:
-        entries.append({"spec": "arrow:gone:ids", "row_offset": 7, "token_offset": rng.randint(0, 500)})
+        entries.append(
+            {"spec": "arrow:gone:ids", "row_offset": 7, "token_offset": rng.randint(0, 500)}
+        )
     document: dict[str, Any] = {"resume_state": {"datasets": entries}}
-    samples = sum(entry.get("token_offset", 0) // length for entry in entries if entry["spec"] in order.record.specs)
+    samples = sum(
+        entry.get("token_offset", 0) // length
+        for entry in entries
+        if entry["spec"] in order.record.specs
+    )
     if rng.random() < 0.4:
         samples = rng.randint(1, 8)
         document = {"sample_index": samples}
@@ -385,7 +433,9 @@ def _rows_taken(row_ends: list[int], tokens: int) -> int:
 def _picks(timeline: Timeline, start: State) -> tuple[list[int], int]:
     """The source of every sample from a state on, from an undisturbed pipeline; and the digest there."""
     pipeline = timeline.pipeline(start)
-    plan = BatchPlan(start_index=start.sample_index, world_size=1, batch_size=1, group_micro_steps=4096)
+    plan = BatchPlan(
+        start_index=start.sample_index, world_size=1, batch_size=1, group_micro_steps=4096
+    )
     group = pipeline.begin_group(plan)
     pipeline.fill(group, 4096)
     assert pipeline.ended is not None

@@ -38,7 +38,9 @@ class Events:
         return self._hash.hexdigest()[:16]
 
 
-def run(seeds: Iterable[int], look: Callable[[World], None] = lambda world: None) -> tuple[list[str], str]:
+def run(
+    seeds: Iterable[int], look: Callable[[World], None] = lambda world: None
+) -> tuple[list[str], str]:
     """What was violated in the worlds of some seeds, and the digest of their events. ``look`` gets each world."""
     faults, events = [], Events()
     for seed in seeds:
@@ -58,10 +60,15 @@ def chunks() -> list[range]:
 
 def written() -> dict[int, str]:
     """The digest of each chunk, by its first seed."""
-    return {int(first): digest for first, digest in json.loads(FILE.read_text(encoding="utf-8")).items()}
+    return {
+        int(first): digest for first, digest in json.loads(FILE.read_text(encoding="utf-8")).items()
+    }
 
 
 def write() -> None:
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        digests = {seeds.start: digest for seeds, (_, digest) in zip(chunks(), pool.map(run, chunks()), strict=True)}
+        digests = {
+            seeds.start: digest
+            for seeds, (_, digest) in zip(chunks(), pool.map(run, chunks()), strict=True)
+        }
     FILE.write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")

@@ -113,7 +113,9 @@ def revisions_not_read_when_leading(patch: pytest.MonkeyPatch) -> None:
     """A server that takes a run up goes on with the revisions that it knows."""
     right = Leadership.lead
 
-    def lead(self: Leadership, epoch: int, stored: StoredRun, timeline: Timeline, *lease: Any) -> None:
+    def lead(
+        self: Leadership, epoch: int, stored: StoredRun, timeline: Timeline, *lease: Any
+    ) -> None:
         right(self, epoch, stored, self._head.timeline, *lease)
 
     patch.setattr(Leadership, "lead", lead)
@@ -143,7 +145,9 @@ def skips_forgotten_when_leading(patch: pytest.MonkeyPatch) -> None:
     """A server that takes a run up goes on without what a restore passed over."""
     right = Leadership.lead
 
-    def lead(self: Leadership, epoch: int, stored: StoredRun, timeline: Timeline, *lease: Any) -> None:
+    def lead(
+        self: Leadership, epoch: int, stored: StoredRun, timeline: Timeline, *lease: Any
+    ) -> None:
         changes = [revision for revision in timeline.revisions if skips_of(revision) is None]
         right(self, epoch, stored, timeline.with_revisions(changes), *lease)
 

@@ -63,8 +63,19 @@ class Stream:
         self.broken = True
         self._loses_up, self._loses_down = chance() < 0.7, chance() < 0.7
         if not silently:
-            world.soon(NOTICED_WITHIN_S, self.rank, self.rank.lost_stream, self, Unavailable("the connection broke"))
-        world.soon(HALF_OPEN_S if chance() < 0.3 else NOTICED_WITHIN_S, self.server, self.server.lost_stream, self)
+            world.soon(
+                NOTICED_WITHIN_S,
+                self.rank,
+                self.rank.lost_stream,
+                self,
+                Unavailable("the connection broke"),
+            )
+        world.soon(
+            HALF_OPEN_S if chance() < 0.3 else NOTICED_WITHIN_S,
+            self.server,
+            self.server.lost_stream,
+            self,
+        )
 
     def end(self, error: TokenloomError | None) -> None:
         """The server ends the call; ``error`` is its status."""

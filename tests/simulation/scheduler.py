@@ -67,7 +67,9 @@ class Scheduler:
         self.now = 0.0
         #: (time, who, what, details): what happened, for people and for the proof that a seed replays.
         self.log: list[tuple[float, str, str, tuple[Any, ...]]] = []
-        self._events: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
+        self._events: list[
+            tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]
+        ] = []
         self._numbers = count()
         self._nested = 0
         self.done = 0
@@ -75,15 +77,21 @@ class Scheduler:
     def note(self, who: str, what: str, *details: Any) -> None:
         self.log.append((self.now, who, what, details))
 
-    def at(self, delay_s: float, process: Process | None, work: Callable[..., None], *args: Any) -> None:
+    def at(
+        self, delay_s: float, process: Process | None, work: Callable[..., None], *args: Any
+    ) -> None:
         """Does work of a process later; never, where it is dead by then."""
         self.at_time(self.now + delay_s, process, work, *args)
 
-    def at_time(self, time: float, process: Process | None, work: Callable[..., None], *args: Any) -> None:
+    def at_time(
+        self, time: float, process: Process | None, work: Callable[..., None], *args: Any
+    ) -> None:
         """Does work at a time; what is for the same time in the order in which it was asked for."""
         heapq.heappush(self._events, (time, next(self._numbers), process, work, args))
 
-    def soon(self, longest_s: float, process: Process | None, work: Callable[..., None], *args: Any) -> None:
+    def soon(
+        self, longest_s: float, process: Process | None, work: Callable[..., None], *args: Any
+    ) -> None:
         """Does work within a while."""
         self.at(self.rng.random() * longest_s, process, work, *args)
 

@@ -125,7 +125,10 @@ class SimulatedWakes(Wakes):
     def hook(self) -> None:
         """Makes the ranks' conditions wake their streams."""
         self.hooked = True
-        self.ranks = [Wake(self.lock, partial(self._server.wake_rank, rank)) for rank in range(len(self.ranks))]
+        self.ranks = [
+            Wake(self.lock, partial(self._server.wake_rank, rank))
+            for rank in range(len(self.ranks))
+        ]
 
 
 def _no_other_run(name: str) -> NoReturn:
@@ -225,7 +228,10 @@ class Server(Process):
         context.one_change = OneAtATime()  # type: ignore[assignment]
         self.coordinator = coordinator = RunCoordinator(context, stored.uid, self.holder)
         self.leadership = coordinator.leadership
-        streams, origin = EvaluationStreams(order, order.config, {}), MixtureOrigin(where="the world", index_dir=None)
+        streams, origin = (
+            EvaluationStreams(order, order.config, {}),
+            MixtureOrigin(where="the world", index_dir=None),
+        )
         self.served = ServedRun(coordinator, streams, _no_other_run, origin, order.config)
         self.producer, self.committer = coordinator.producer, coordinator.committer
         self.reachable = True
@@ -351,7 +357,9 @@ class Server(Process):
         if waiting not in self._joining or self.coordinator is None:
             return
         world, join_handler, call = self._world, self.served.join_handler, waiting.call
-        if (call.rank == 0 or call.state) and self.is_changing():  # any rank's state may bring revisions
+        if (
+            call.rank == 0 or call.state
+        ) and self.is_changing():  # any rank's state may bring revisions
             world.soon(0.02, self, self._try_join, waiting)
             return
         try:
@@ -373,7 +381,9 @@ class Server(Process):
         self.calls.pop((waiting.rank, waiting.number), None)
         self._world.checker.answered(self, waiting.call, answer)
         if waiting.number >= 0:
-            self._world.at(self._world.latency(), waiting.rank, waiting.rank.answered, waiting.number, answer)
+            self._world.at(
+                self._world.latency(), waiting.rank, waiting.rank.answered, waiting.number, answer
+            )
 
     def wake_joins(self) -> None:
         if self._joining and not self._joins_due:
@@ -387,7 +397,11 @@ class Server(Process):
         assert coordinator is not None
         for waiting in list(self._joining):
             is_over = waiting.is_over
-            if coordinator.stopping or not coordinator.leads() or (is_over is not None and is_over()):
+            if (
+                coordinator.stopping
+                or not coordinator.leads()
+                or (is_over is not None and is_over())
+            ):
                 self._try_join(waiting)
 
     def _accepted(self, joined: Joined) -> Accepted:
@@ -395,8 +409,16 @@ class Server(Process):
         start, opening = joined.start, joined.opening
         template = self.coordinator.order.record.template(joined.uid, STREAM, opening.generation)
         base = Base(start.sample_index, opening.start_state.encode())
-        point = Point(start.sample_index, start.total_tokens, start.real_tokens, digest_hex(start.digest), base)
-        return Accepted(joined.uid, opening, point, canonical(template).encode(), self.coordinator.lease.epoch)
+        point = Point(
+            start.sample_index,
+            start.total_tokens,
+            start.real_tokens,
+            digest_hex(start.digest),
+            base,
+        )
+        return Accepted(
+            joined.uid, opening, point, canonical(template).encode(), self.coordinator.lease.epoch
+        )
 
     # Streams
 
@@ -425,7 +447,9 @@ class Server(Process):
             )  # fmt: skip
             self._world.checker.attached(self, stream.rank, session)
             state.session = session
-            self.coordinator.sessions.progress(session, consumed.sample_index, credit_micro_steps, consumed.digest)
+            self.coordinator.sessions.progress(
+                session, consumed.sample_index, credit_micro_steps, consumed.digest
+            )
             while state.inbox:
                 self.coordinator.sessions.progress(session, *state.inbox.pop(0))
         except TokenloomError as error:
@@ -485,9 +509,19 @@ class Server(Process):
     def _pump(self, state: _Stream) -> None:
         """The stream's thread: sends one message, or sleeps."""
         state.pump_due = False
-        if state.over or state.closed_at is not None or self.coordinator is None or state.session is None:
+        if (
+            state.over
+            or state.closed_at is not None
+            or self.coordinator is None
+            or state.session is None
+        ):
             return
-        coordinator, stream, session, world = self.coordinator, state.stream, state.session, self._world
+        coordinator, stream, session, world = (
+            self.coordinator,
+            state.stream,
+            state.session,
+            self._world,
+        )
         try:
             found = coordinator.sessions.next_for(session, 0.0, lambda: False)
             committed = coordinator.committed_through
@@ -499,7 +533,12 @@ class Server(Process):
                 world.checker.sent(self, stream.rank, session, committed)
                 stream.down(stream.rank.receive, found, committed, coordinator.lease.epoch)
             elif isinstance(found, Waiting) and world.now >= state.heartbeat_at:
-                stream.down(stream.rank.receive, Heartbeat(found.waiting_for), committed, coordinator.lease.epoch)
+                stream.down(
+                    stream.rank.receive,
+                    Heartbeat(found.waiting_for),
+                    committed,
+                    coordinator.lease.epoch,
+                )
                 state.heartbeat_at = world.now + HEARTBEAT_S
                 world.at_time(state.heartbeat_at, self, self._pump_soon, state, WOKEN_S)
         except TokenloomError as error:
@@ -513,7 +552,9 @@ class Server(Process):
         size = group.plan.batch_size
         ids = [one.tobytes() for one in group.ids(rank, first, last)]
         if not ids:
-            raise Fenced(f"a newer stream of rank {rank} has consumed what this one was about to send")
+            raise Fenced(
+                f"a newer stream of rank {rank} has consumed what this one was about to send"
+            )
         steps = [
             MicroStep(
                 end_index=group.marks[step].sample_index,

@@ -70,12 +70,22 @@ def test_the_command_that_a_failing_world_names_replays_it() -> None:
     [
         pytest.param(6005016, id="an older checkpoint beyond the end of the data is refused"),
         pytest.param(6007086, id="an older checkpoint beyond a skip is refused"),
-        pytest.param(6005106, id="a rank is killed after its last step, and the server never hears of that"),
-        pytest.param(6006951, id="a launch's second rank joins after the ledger lost what its first one joined"),
-        pytest.param(6008875, id="a group is produced again under a revision that replaces one at its sample"),
+        pytest.param(
+            6005106, id="a rank is killed after its last step, and the server never hears of that"
+        ),
+        pytest.param(
+            6006951,
+            id="a launch's second rank joins after the ledger lost what its first one joined",
+        ),
+        pytest.param(
+            6008875, id="a group is produced again under a revision that replaces one at its sample"
+        ),
         pytest.param(6010000, id="the ledger loses a revision that is in force"),
         pytest.param(6014383, id="a rank writes its state before it hears of that"),
-        pytest.param(9300101, id="the ledger loses an opening from an older checkpoint, and its ranks come again"),
+        pytest.param(
+            9300101,
+            id="the ledger loses an opening from an older checkpoint, and its ranks come again",
+        ),
         pytest.param(41005993, id="an opening is worked out from what the ledger loses meanwhile"),
     ],
 )
@@ -85,7 +95,9 @@ def test_worlds_that_were_met_beyond_the_first(seed: int) -> None:
 
 @pytest.mark.timeout(900)  # where the seeds above are out of date
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_product_without_one_of_its_guards_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_without_one_of_its_guards_is_caught(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     MUTANTS[name](monkeypatch)
     for seed in [*CAUGHT.get(name, ()), *range(SEARCHED)]:
         try:
@@ -107,7 +119,9 @@ def test_no_world_breaks_a_promise_and_they_meet_what_they_are_there_for() -> No
         leaders = {who.partition(",")[0] for _, who, what, _ in world.log if what == "leads"}
         revised = [details[1] for _, _, what, details in world.log if what == "revised"]
         seen.update(
-            schedules=any(len(launch.sizes) > 1 and launch.accumulate > 1 for launch in world.launches),
+            schedules=any(
+                len(launch.sizes) > 1 and launch.accumulate > 1 for launch in world.launches
+            ),
             imports=any(clocks),
             moves=len(set(clocks)) > 1,
             takeovers=len(leaders) > 1,
@@ -116,12 +130,22 @@ def test_no_world_breaks_a_promise_and_they_meet_what_they_are_there_for() -> No
             asked=sum(readers.requests for readers in world.readers),
             cut=sum(readers.cut for readers in world.readers),
         )
-        found.update((what, str(details[0]) if details else "") for _, _, what, details in world.log)
+        found.update(
+            (what, str(details[0]) if details else "") for _, _, what, details in world.log
+        )
 
     for seeds in events.chunks()[:4]:
         keep_every_promise(seeds, look)
     assert max(sizes) == 64
-    least = {"takeovers": 3, "in_force": 3, "schedules": 10, "imports": 10, "moves": 0, "skips": 10, "asked": 1000}
+    least = {
+        "takeovers": 3,
+        "in_force": 3,
+        "schedules": 10,
+        "imports": 10,
+        "moves": 0,
+        "skips": 10,
+        "asked": 1000,
+    }
     for what, count in (least | {"cut": 200}).items():
         assert seen[what] > count, what
     assert {("fault", kind) for kind in (*FAULTS, *SKIP_FAULTS)} <= found

@@ -110,7 +110,15 @@ class Launch:
         """The state at the last sample that every rank has behind it; None while there is none."""
         if not all(rank.history is not None for rank in self.ranks):
             return None
-        if len({rank.joined and (rank.joined.uid, rank.joined.opening.generation) for rank in self.ranks}) > 1:
+        if (
+            len(
+                {
+                    rank.joined and (rank.joined.uid, rank.joined.opening.generation)
+                    for rank in self.ranks
+                }
+            )
+            > 1
+        ):
             self._world.checker.joined_apart(self)
             return None
         at = self.consumed
@@ -161,7 +169,9 @@ class Rank(Process):
         self._take_due = self._report_due = False
         #: It has closed its side, after all that it used is committed.
         self.said_all = False
-        credit_micro_steps = world.rng.randint(1, 6) if world.plan.few_credits else 4 * world.plan.group_micro_steps
+        credit_micro_steps = (
+            world.rng.randint(1, 6) if world.plan.few_credits else 4 * world.plan.group_micro_steps
+        )
         self.credit_micro_steps = max(credit_micro_steps, launch.accumulate)
 
     def kill(self) -> None:
@@ -284,7 +294,11 @@ class Rank(Process):
         self.take_soon()
 
     def receive(
-        self, stream: Stream, message: Batches | EndOfData | Heartbeat, committed_through: int, server_epoch: int
+        self,
+        stream: Stream,
+        message: Batches | EndOfData | Heartbeat,
+        committed_through: int,
+        server_epoch: int,
     ) -> None:
         if stream is not self._stream:
             return
@@ -364,10 +378,17 @@ class Rank(Process):
     def _say_all(self) -> None:
         """Closes its side once the data are used and committed."""
         done = self.finished and self.committed_through >= self.consumed
-        if done and not self.said_all and self._stream is not None and self._reported == self.consumed:
+        if (
+            done
+            and not self.said_all
+            and self._stream is not None
+            and self._reported == self.consumed
+        ):
             self.said_all = True
             self._stream.up(self._stream.server.close_stream)
 
 
 def _point(step: MicroStep, base: Base) -> Point:
-    return Point(step.end_index, step.total_tokens, step.real_tokens, step.digest, base, step.counts)
+    return Point(
+        step.end_index, step.total_tokens, step.real_tokens, step.digest, base, step.counts
+    )

@@ -11,7 +11,14 @@ from functools import cache
 
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.errors import BeyondHorizon, ConfigError, LedgerError, NotFound, SnapshotInvalid, TokenloomError
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LedgerError,
+    NotFound,
+    SnapshotInvalid,
+    TokenloomError,
+)
 from tokenloom_server.ledger.commands import Pin, SaveSnapshot
 from tokenloom_server.ledger.records import Opening, StoredSnapshot
 from tokenloom_server.run.timeouts import Timeouts
@@ -47,7 +54,15 @@ THEMES: dict[str, tuple[str, ...]] = {
     "lost data": ("lose data", "kill server", "kill trainer"),
     "revisions": (
         *("revise",) * 5,
-        *("drop revisions", "revise standing", "kill server", "kill trainer", "pause server", "pin", "snapshot"),
+        *(
+            "drop revisions",
+            "revise standing",
+            "kill server",
+            "kill trainer",
+            "pause server",
+            "pin",
+            "snapshot",
+        ),
     ),
 }
 #: Beside those of a world's theme, where an older checkpoint is at hand.
@@ -68,7 +83,17 @@ SKIP_FAULTS = (
 )
 FAULTS = tuple(sorted({kind for kinds in THEMES.values() for kind in kinds}))
 LEDGER_FAULTS = (
-    *("hangs", "hangs after", "busy", "unreachable", "late", "twice", "answer lost", "dies before", "dies after"),
+    *(
+        "hangs",
+        "hangs after",
+        "busy",
+        "unreachable",
+        "late",
+        "twice",
+        "answer lost",
+        "dies before",
+        "dies after",
+    ),
 )
 
 
@@ -111,7 +136,10 @@ class Plan:
         small = theme == "revisions" and rng.random() < 0.8
         if small and rng.random() < 0.5:
             # Production goes on while a revision is being written.
-            ledger_faults, ledger_fault_rate = ("hangs", "hangs after", "late", "twice", "answer lost"), 0.2
+            ledger_faults, ledger_fault_rate = (
+                ("hangs", "hangs after", "late", "twice", "answer lost"),
+                0.2,
+            )
         return cls(
             mixture=rng.choice(sorted(set(MIXTURES) - {"one source"} if small else MIXTURES)),
             window_micro_steps=rng.randint(2, 3 if small else 12),
@@ -233,7 +261,9 @@ class World(Scheduler):
         launch = self._completed
         if launch is None:
             if self._quiet_at is not None and self.now > self._quiet_at + LIVENESS_S:
-                self.checker.fail(f"no end within {LIVENESS_S:.0f} s after the last fault: {self._standing()}")
+                self.checker.fail(
+                    f"no end within {LIVENESS_S:.0f} s after the last fault: {self._standing()}"
+                )
         elif self.lost or launch.failed is not None or self.checker.present != launch.attempt:
             self.over = True  # its generation is over; what it had is in the next one's start, or given up with it
         elif self.checker.committed == launch.consumed:
@@ -242,7 +272,9 @@ class World(Scheduler):
             if any(not rank.alive and not rank.said_all for rank in launch.ranks):
                 self.over = True  # it was killed after its last step, perhaps before the server heard of that
                 return
-            self.checker.fail(f"{self.checker.committed} is committed {SETTLED_S:.0f} s behind the end")
+            self.checker.fail(
+                f"{self.checker.committed} is committed {SETTLED_S:.0f} s behind the end"
+            )
 
     def finished(self, launch: Launch) -> None:
         """A rank has all data."""
@@ -255,7 +287,8 @@ class World(Scheduler):
     def _standing(self) -> str:
         ranks = self.launches[-1].ranks
         found = [
-            f"{rank.name} alive={rank.alive} joined={rank.joined is not None} at {rank.consumed}" for rank in ranks
+            f"{rank.name} alive={rank.alive} joined={rank.joined is not None} at {rank.consumed}"
+            for rank in ranks
         ]
         return "; ".join(found[:8])
 
@@ -338,7 +371,9 @@ class World(Scheduler):
         largest = self.plan.largest_world
         world_size = largest if not number else self.rng.randint(max(1, largest // 2), largest)
         sizes, accumulate = self._schedule(self.rng.randint(1, 3))
-        launch = Launch(self, number, world_size, sizes, accumulate, resume, text, self.rng.random() < 0.5)
+        launch = Launch(
+            self, number, world_size, sizes, accumulate, resume, text, self.rng.random() < 0.5
+        )
         self.launches.append(launch)
         asked = f"state at {launch.loaded.sample_index}" if launch.loaded is not None else resume
         if launch.older:
@@ -517,7 +552,9 @@ class World(Scheduler):
             self.checker.look_at_snapshot(launch, text, at)
             if save:
                 snapshot_id = f"{at}-{len(self.saved)}"
-                saved = StoredSnapshot(id=snapshot_id, sample_index=at, saved_at=self.now, text=text)
+                saved = StoredSnapshot(
+                    id=snapshot_id, sample_index=at, saved_at=self.now, text=text
+                )
                 coordinator.ledger.execute(SaveSnapshot(coordinator.uid, coordinator.stream, saved))
                 self.saved[snapshot_id] = text
         except (LedgerError, NotFound) as error:
@@ -539,7 +576,9 @@ class World(Scheduler):
             return
         try:
             pin = server.served.restores.proven(text).text
-            coordinator.ledger.execute(Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, pin))
+            coordinator.ledger.execute(
+                Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, pin)
+            )
         except SnapshotInvalid as error:
             self.checker.fail(f"its own snapshot is refused: {error}")
         except (LedgerError, NotFound) as error:
@@ -564,7 +603,10 @@ class World(Scheduler):
             text = self._make_snapshot(server, False)
         if text is None or server.is_changing():
             return
-        samples, reference = self._skips.choice([0, 0, 3] if undo else [1, 2, 5, 20]), self.checker.reference
+        samples, reference = (
+            self._skips.choice([0, 0, 3] if undo else [1, 2, 5, 20]),
+            self.checker.reference,
+        )
         try:
             pinned = server.served.restores.restore(text=text, skip_samples=samples, undo_skip=undo)
         except SnapshotInvalid as error:
@@ -600,9 +642,14 @@ class World(Scheduler):
         coordinator = server.coordinator
         if coordinator is None or server.is_changing():
             return
-        asked = {"reason": f"at {self.now:.3f}", **self._change(coordinator.timeline.at(2**40).config)}
+        asked = {
+            "reason": f"at {self.now:.3f}",
+            **self._change(coordinator.timeline.at(2**40).config),
+        }
         if self.rng.random() < 0.4:
-            asked["sample_index"] = coordinator.view().first_revisable(None) + self.rng.choice([0, 1, 7, 30])
+            asked["sample_index"] = coordinator.view().first_revisable(None) + self.rng.choice(
+                [0, 1, 7, 30]
+            )
         closed = coordinator.view().generation.closed
         try:
             revision = server.served.revision_handler.revise(MixtureChange.model_validate(asked))
@@ -643,7 +690,9 @@ class World(Scheduler):
 
     def _change(self, config: RunConfig) -> dict[str, object]:
         source = self.rng.choice(config.sources)
-        kind = self.rng.choice(["weight", "weight", "policy", "pause", "limit", "drop", "bring back"])
+        kind = self.rng.choice(
+            ["weight", "weight", "policy", "pause", "limit", "drop", "bring back"]
+        )
         if kind == "weight":
             return {"set": [{"child": source.name, "weight": self.rng.choice([0.1, 1, 3, 20])}]}
         if kind == "policy":

@@ -29,7 +29,9 @@ def saved(folder: Path, shards: int = 1) -> list[list[int]]:
     features = datasets.Features(
         {"text": datasets.Value("string"), "input_ids": datasets.Sequence(datasets.Value("uint16"))}
     )
-    data = datasets.Dataset.from_dict({"text": [str(i) for i in range(20)], "input_ids": ids}, features=features)
+    data = datasets.Dataset.from_dict(
+        {"text": [str(i) for i in range(20)], "input_ids": ids}, features=features
+    )
     data.save_to_disk(folder, num_shards=shards)
     return ids
 
@@ -40,7 +42,9 @@ def test_a_saved_dataset_is_read_in_the_order_of_its_state_file(tmp_path: Path) 
     state["_data_files"].reverse()
     (tmp_path / "saved" / "state.json").write_text(json.dumps(state))
     source = opened(tmp_path, SPEC)
-    assert [s.path for s in source.shards] == [f"saved/data-0000{i}-of-00003.arrow" for i in (2, 1, 0)]
+    assert [s.path for s in source.shards] == [
+        f"saved/data-0000{i}-of-00003.arrow" for i in (2, 1, 0)
+    ]
     assert [row for shard in (2, 1, 0) for row in rows_of(source, shard=shard)] == ids
     assert sum(source.row_count(i) for i in range(3)) == 20
 
@@ -50,7 +54,9 @@ def test_a_folder_of_splits_lists_them(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "saved")
     with pytest.raises(SourceError) as caught:
         opened(tmp_path, SPEC)
-    assert "name one of them: 'arrow:saved/test:input_ids', 'arrow:saved/train:input_ids'" in str(caught.value)
+    assert "name one of them: 'arrow:saved/test:input_ids', 'arrow:saved/train:input_ids'" in str(
+        caught.value
+    )
     assert rows_of(opened(tmp_path, "arrow:saved/train/:input_ids")) == [[1]]
 
 
@@ -59,7 +65,9 @@ def test_a_shuffled_dataset_that_was_saved_with_its_indices_is_refused(tmp_path:
     state = json.loads((tmp_path / "saved" / "state.json").read_text())
     state["_indices_files"] = [{"filename": "indices.arrow"}]
     (tmp_path / "saved" / "state.json").write_text(json.dumps(state))
-    with pytest.raises(SourceError, match=r"indices mapping .* call flatten_indices\(\) on it and save it again"):
+    with pytest.raises(
+        SourceError, match=r"indices mapping .* call flatten_indices\(\) on it and save it again"
+    ):
         opened(tmp_path, SPEC)
 
 
@@ -67,12 +75,16 @@ def test_a_shuffled_dataset_that_was_saved_with_its_indices_is_refused(tmp_path:
 def test_a_damaged_state_file_is_named(tmp_path: Path, state: str) -> None:
     saved(tmp_path / "saved")
     (tmp_path / "saved" / "state.json").write_text(state)
-    with pytest.raises(SourceError, match=r"state\.json' is not the state\.json of a saved dataset"):
+    with pytest.raises(
+        SourceError, match=r"state\.json' is not the state\.json of a saved dataset"
+    ):
         opened(tmp_path, SPEC)
 
 
 def test_a_folder_that_is_missing_or_holds_no_arrow_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"saved' does not exist, expected a folder that `save_to_disk` wrote"):
+    with pytest.raises(
+        SourceError, match=r"saved' does not exist, expected a folder that `save_to_disk` wrote"
+    ):
         opened(tmp_path, SPEC)
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "cache-1.arrow").touch()
@@ -123,7 +135,10 @@ def test_a_file_that_is_cut_anywhere_never_gives_wrong_rows(tmp_path: Path) -> N
         (b"3", {}, [0, 3, 6, 8, 11]),
         # What is decompressed as a whole is one block.
         (b"3", {"compression": "zstd"}, [0, 8, 11]),
-        *((text, {}, [0, 8, 11]) for text in (b"", b"0", b"-3", b"3.5", b"9" * 400, "\u0663".encode())),
+        *(
+            (text, {}, [0, 8, 11])
+            for text in (b"", b"0", b"-3", b"3.5", b"9" * 400, "\u0663".encode())
+        ),
     ],
 )
 def test_a_file_says_how_many_rows_are_a_block(

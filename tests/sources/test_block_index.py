@@ -46,7 +46,9 @@ def test_what_was_looked_up_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatc
     expected = [edges(number + 1) for number in range(FILES)]
     assert looked_up(folder) == expected
     assert looked_up(folder, forgetful(folder, monkeypatch)) == expected
-    assert block_index.row_counts(open_source(SPEC, folder)) == [number + 1 for number in range(FILES)]
+    assert block_index.row_counts(open_source(SPEC, folder)) == [
+        number + 1 for number in range(FILES)
+    ]
 
 
 def test_other_files_are_looked_up_anew(folder: Path) -> None:
@@ -62,13 +64,17 @@ def test_other_files_are_looked_up_anew(folder: Path) -> None:
 def test_few_files_and_no_folder_keep_nothing(folder: Path) -> None:
     write_jsonl(folder / "a.jsonl", ["x"] * 3)
     few = spec_of("jsonl:a.jsonl:text")
-    found: list[npt.NDArray[np.int64]] = block_index.blocks(open_source(few, folder), few, folder, folder / "index")
+    found: list[npt.NDArray[np.int64]] = block_index.blocks(
+        open_source(few, folder), few, folder, folder / "index"
+    )
     assert [each[-1] for each in found] == [3]
     assert len(block_index.blocks(open_source(SPEC, folder), SPEC, folder, None)) == FILES
     assert not (folder / "index").exists()
 
 
-def test_progress_is_logged(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(block_index, "PROGRESS_S", 0.0)
     with caplog.at_level(logging.INFO):
         looked_up(folder)

@@ -66,8 +66,12 @@ print(*sys.modules)
 
 def test_each_scheme_is_there_once_under_its_own_name() -> None:
     assert list(SOURCES.schemes) == [scheme.name for scheme in BUILT_IN]
-    assert {spec.partition(":")[0] for spec in SPECS} == set(SOURCES.schemes), "a spec of each is tested"
-    assert all(scheme.usage.startswith(f"{scheme.name}:") and scheme.plugin is None for scheme in BUILT_IN)
+    assert {spec.partition(":")[0] for spec in SPECS} == set(SOURCES.schemes), (
+        "a spec of each is tested"
+    )
+    assert all(
+        scheme.usage.startswith(f"{scheme.name}:") and scheme.plugin is None for scheme in BUILT_IN
+    )
     endings = [ending for scheme in BUILT_IN for ending in scheme.all_endings]
     assert len(endings) == len(set(endings)), "a file's name says one scheme"
 
@@ -81,8 +85,13 @@ def test_a_server_that_reads_does_not_import_pandas(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "a.txt").write_text("a\n\nb\n")
     files = ("parquet:a.parquet", "arrow:saved", "jsonl:a.jsonl")
-    specs = [f"{file}:{column}" for file in files for column in ("ids", "text")] + ["txt:a.txt:text"]
+    specs = [f"{file}:{column}" for file in files for column in ("ids", "text")] + [
+        "txt:a.txt:text"
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", READ_ALL, str(tmp_path), *specs], capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", READ_ALL, str(tmp_path), *specs],
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr

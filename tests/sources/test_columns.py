@@ -41,10 +41,17 @@ REFUSED_TYPES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("suffix", SPECS)
 def test_columns_that_are_neither_text_nor_ids_are_refused(tmp_path: Path, suffix: str) -> None:
     for column, says in REFUSED_TYPES.values():
-        write_table(tmp_path / f"a.{suffix}", pa.table({"column": column, "text": pa.array(["x"] * len(column))}))
+        write_table(
+            tmp_path / f"a.{suffix}",
+            pa.table({"column": column, "text": pa.array(["x"] * len(column))}),
+        )
         with pytest.raises(SourceError) as caught:
             opened(tmp_path, SPECS[suffix])
-        for part in (f"a.{suffix}': column 'column' is of type", says, "expected text (string), or lists of integers"):
+        for part in (
+            f"a.{suffix}': column 'column' is of type",
+            says,
+            "expected text (string), or lists of integers",
+        ):
             assert part in str(caught.value)
 
 
@@ -53,9 +60,15 @@ LISTS: list[Any] = [[1, 2], None, [3, 4], None, [5, 6]]
 JSON = pa.ListArray.from_arrays([0, None, 2], pa.array(['{"a": [1.50]}', None], pa.json_()))
 LONG = "a longer text than a view holds inside of itself"
 READ_TYPES: dict[str, tuple[Any, list[Any]]] = {
-    **{f"lists of {kind}": (pa.array(LISTS, pa.list_(kind)), [row or [] for row in LISTS]) for kind in WIDTHS},
+    **{
+        f"lists of {kind}": (pa.array(LISTS, pa.list_(kind)), [row or [] for row in LISTS])
+        for kind in WIDTHS
+    },
     "uint64 over int64": (pa.array([[2**64 - 1, 5]], pa.list_(pa.uint64())), [[2**64 - 1, 5]]),
-    "lists of fixed size with null rows": (pa.array(LISTS, pa.list_(pa.int8(), 2)), [row or [] for row in LISTS]),
+    "lists of fixed size with null rows": (
+        pa.array(LISTS, pa.list_(pa.int8(), 2)),
+        [row or [] for row in LISTS],
+    ),
     "large lists": (pa.array([[1], [], None], pa.large_list(pa.uint8())), [[1], [], []]),
     "text": (pa.array(["a", None, ""]), ["a", "", ""]),
     "large text": (pa.array(["a", None], pa.large_string()), ["a", ""]),
@@ -65,7 +78,10 @@ READ_TYPES: dict[str, tuple[Any, list[Any]]] = {
     "lists of JSON": (JSON, ['[{"a": [1.5]}, null]', ""]),
     "lists of nothing": (pa.array([[], None, []], pa.list_(pa.null())), [[], [], []]),
     "a dictionary": (pa.array(["a", None, "b", "a"]).dictionary_encode(), ["a", "", "b", "a"]),
-    "a dictionary of large text": (pa.array(["b", "b"], pa.large_string()).dictionary_encode(), ["b", "b"]),
+    "a dictionary of large text": (
+        pa.array(["b", "b"], pa.large_string()).dictionary_encode(),
+        ["b", "b"],
+    ),
 }
 #: Parquet has no such types, and takes no null within a dictionary.
 ARROW_TYPES: dict[str, tuple[Any, list[Any]]] = {
@@ -75,7 +91,9 @@ ARROW_TYPES: dict[str, tuple[Any, list[Any]]] = {
     ),
     # As Polars writes its categories.
     "a dictionary of views": (
-        pa.DictionaryArray.from_arrays(pa.array([1, 0, None], pa.uint32()), pa.array([LONG, "b"], pa.string_view())),
+        pa.DictionaryArray.from_arrays(
+            pa.array([1, 0, None], pa.uint32()), pa.array([LONG, "b"], pa.string_view())
+        ),
         ["b", LONG, ""],
     ),
     **{
@@ -90,17 +108,25 @@ ARROW_TYPES: dict[str, tuple[Any, list[Any]]] = {
 def test_text_and_ids_of_any_layout_are_read_from_any_row_and_null_is_an_empty_one(
     tmp_path: Path, nested: bool, suffix: str
 ) -> None:
-    for column, known in (READ_TYPES | (ARROW_TYPES if suffix == "arrow" and not nested else {})).values():
+    for column, known in (
+        READ_TYPES | (ARROW_TYPES if suffix == "arrow" and not nested else {})
+    ).values():
         if nested:
-            column = pa.StructArray.from_arrays([column, pa.array([1] * len(column))], names=["in.side", "other"])
-        write_table(tmp_path / f"a.{suffix}", pa.table({"column": column, "other": [0] * len(column)}))
+            column = pa.StructArray.from_arrays(
+                [column, pa.array([1] * len(column))], names=["in.side", "other"]
+            )
+        write_table(
+            tmp_path / f"a.{suffix}", pa.table({"column": column, "other": [0] * len(column)})
+        )
         spec = SPECS[suffix] + (".in.side" if nested else "")
         source = opened(tmp_path, spec)
         is_text = isinstance(known[0], str)
         assert source.content is (Content.TEXT if is_text else Content.IDS)
         for row in range(len(known) + 1):
             assert rows_of(source, row) == known[row:]
-        assert all(str(rows.column.type).endswith("string") is is_text for rows in source.read(0, 0))
+        assert all(
+            str(rows.column.type).endswith("string") is is_text for rows in source.read(0, 0)
+        )
         # As with a filter, which goes another way.
         assert read(tmp_path, spec, filter=(Comparison.parse("other == 0"),)) == known
 
@@ -119,19 +145,27 @@ def test_a_column_of_just_that_name_comes_before_a_field_and_below_a_null_there_
     assert rows_of(source, 2) == [[2]]
     assert read(tmp_path, f"{spec}meta.ids", skip_bad=True) == [[], [], [2]]
     for missing in ("text", "meta.body", "meta.text.deeper", "other.text", "meta."):
-        with pytest.raises(SourceError, match=rf"a\.{suffix}' has no column '{missing}'; its columns are meta, column"):
+        with pytest.raises(
+            SourceError,
+            match=rf"a\.{suffix}' has no column '{missing}'; its columns are meta, column",
+        ):
             opened(tmp_path, f"{spec}{missing}")
     write_table(tmp_path / f"a.{suffix}", pa.table({"meta": meta, "meta.text": ["own", "b", "c"]}))
     assert read(tmp_path, f"{spec}meta.text") == ["own", "b", "c"]
 
 
 @pytest.mark.parametrize("suffix", SPECS)
-def test_a_later_shard_of_another_content_is_refused_when_it_is_touched(tmp_path: Path, suffix: str) -> None:
+def test_a_later_shard_of_another_content_is_refused_when_it_is_touched(
+    tmp_path: Path, suffix: str
+) -> None:
     for number, rows in enumerate((["a"], [[1]], [1])):
         write_table(tmp_path / f"{number}.{suffix}", pa.table({"column": rows}))
     source = opened(tmp_path, SPECS[suffix].replace("a.", "*."))
     assert rows_of(source) == ["a"]
-    with pytest.raises(SourceError, match=rf"1\.{suffix}': column 'column' holds ids, but .* first shard holds text"):
+    with pytest.raises(
+        SourceError,
+        match=rf"1\.{suffix}': column 'column' holds ids, but .* first shard holds text",
+    ):
         rows_of(source, shard=1)
     with pytest.raises(SourceError, match=rf"2\.{suffix}': column 'column' is of type int64"):
         source.row_count(2)
@@ -141,17 +175,26 @@ def test_a_later_shard_of_another_content_is_refused_when_it_is_touched(tmp_path
 NULLS: dict[str, tuple[Any, Any, list[Any]]] = {
     "text": (pa.nulls(3), pa.array(["a", None]), ["", "", "", "a", ""]),
     "ids": (pa.nulls(2), pa.array([[1], None], pa.list_(pa.uint16())), [[], [], [1], []]),
-    "ids in a file of empty lists": (pa.array([[], None], pa.list_(pa.null())), pa.array([[1]]), [[], [], [1]]),
+    "ids in a file of empty lists": (
+        pa.array([[], None], pa.list_(pa.null())),
+        pa.array([[1]]),
+        [[], [], [1]],
+    ),
     "a field": (pa.nulls(2), pa.array([{"x": "a"}, None]), ["", "", "a", ""]),
 }
 
 
 @pytest.mark.parametrize("suffix", SPECS)
-def test_a_file_in_which_a_column_is_null_throughout_is_one_of_any_type(tmp_path: Path, suffix: str) -> None:
+def test_a_file_in_which_a_column_is_null_throughout_is_one_of_any_type(
+    tmp_path: Path, suffix: str
+) -> None:
     def written(first: Any, second: Any, name: str) -> str:
         for number, column in enumerate((first, second)):
             rest = {"column": ["x"] * len(column)} if name != "column" else {}
-            write_table(tmp_path / f"{number}.{suffix}", pa.table({name: column, "one": [1] * len(column), **rest}))
+            write_table(
+                tmp_path / f"{number}.{suffix}",
+                pa.table({name: column, "one": [1] * len(column), **rest}),
+            )
         return SPECS[suffix].replace("a.", "*.")
 
     for name, (first, second, known) in NULLS.items():
@@ -161,17 +204,28 @@ def test_a_file_in_which_a_column_is_null_throughout_is_one_of_any_type(tmp_path
         ):
             spec = written(*files, "column") + (".x" if name == "a field" else "")
             assert all_rows(tmp_path, spec) == expected, name
-            assert all_rows(tmp_path, spec, filter=(Comparison.parse("one == 1"),)) == expected, name
-            assert opened(tmp_path, spec).content is (Content.TEXT if known[0] == "" else Content.IDS)
+            assert all_rows(tmp_path, spec, filter=(Comparison.parse("one == 1"),)) == expected, (
+                name
+            )
+            assert opened(tmp_path, spec).content is (
+                Content.TEXT if known[0] == "" else Content.IDS
+            )
     spec = written(pa.nulls(2), pa.array([5, None]), "n")
     for comparison in ("n > 0", "n not in [7]", "n <= 5"):
-        assert all_rows(tmp_path, spec, filter=(Comparison.parse(comparison),)) == ["", "", "x", ""], comparison
+        assert all_rows(tmp_path, spec, filter=(Comparison.parse(comparison),)) == [
+            "",
+            "",
+            "x",
+            "",
+        ], comparison
     assert all_rows(tmp_path, spec, template=Template.parse("{n}{column}")) == ["x", "x", "5x", "x"]
     written(pa.nulls(2), pa.array([["a"], None]), "n")
     tools = all_rows(tmp_path, spec, template=Template.of_chat("column", "n"), as_json=True)
     assert tools == ["x\n", "x\n", 'x\n["a"]', "x\n"]
     spec = written(pa.nulls(2), pa.nulls(2), "column")
-    with pytest.raises(SourceError, match="'column' is null in every row of its files, so there is nothing to read"):
+    with pytest.raises(
+        SourceError, match="'column' is null in every row of its files, so there is nothing to read"
+    ):
         opened(tmp_path, spec)
     written(pa.array([["a"]]), pa.array(["a"]), "column")
     with pytest.raises(SourceError, match=rf"0\.{suffix}': column 'column' is of type list<"):
@@ -180,18 +234,28 @@ def test_a_file_in_which_a_column_is_null_throughout_is_one_of_any_type(tmp_path
 
 def test_text_that_should_be_json_and_is_none_is_a_bad_row(tmp_path: Path) -> None:
     texts = pa.array(['{"a"', "[1]", '"\\ud800"'], pa.json_())
-    for items, good in ((texts, "[[1]]"), (pa.StructArray.from_arrays([texts], ["content"]), '[{"content": [1]}]')):
-        write_table(tmp_path / "a.parquet", pa.table({"column": pa.ListArray.from_arrays([0, 1, 2, 3], items)}))
+    for items, good in (
+        (texts, "[[1]]"),
+        (pa.StructArray.from_arrays([texts], ["content"]), '[{"content": [1]}]'),
+    ):
+        write_table(
+            tmp_path / "a.parquet",
+            pa.table({"column": pa.ListArray.from_arrays([0, 1, 2, 3], items)}),
+        )
         rules = {"template": Template.of_chat("column", None), "as_json": True}
         assert read(tmp_path, SPECS["parquet"], skip_bad=True, **rules) == ["", good, ""]
-        with pytest.raises(SourceError, match=r"a\.parquet': row 0: the JSON in 'column' is damaged: Expecting ':'"):
+        with pytest.raises(
+            SourceError, match=r"a\.parquet': row 0: the JSON in 'column' is damaged: Expecting ':'"
+        ):
             read(tmp_path, SPECS["parquet"], **rules)
 
 
 def test_of_json_lines_the_first_that_has_a_key_says_where_it_lies(tmp_path: Path) -> None:
     nested, literal = {"meta": {"text": "nested"}}, {"meta.text": "literal"}
     lines = tmp_path / "a.jsonl"
-    lines.write_text("\n".join(json.dumps(each) for each in ({"meta": None}, nested, nested | literal)))
+    lines.write_text(
+        "\n".join(json.dumps(each) for each in ({"meta": None}, nested, nested | literal))
+    )
     assert read(tmp_path, "jsonl:a.jsonl:meta.text") == ["", "nested", "nested"]
     lines.write_text("\n".join(json.dumps(each) for each in (nested | literal, literal, nested)))
     with pytest.raises(SourceError, match=r"line 3 has no key 'meta\.text'; its keys are meta"):
@@ -222,9 +286,18 @@ COMPARED: dict[str, tuple[Any, list[int]]] = {
     'day >= "2024-05-01"': (pa.array([19_843, 19_844, None], pa.date32()), [1]),
     'at < "2024-05-01"': (pa.array([0, 1_800_000_000], pa.timestamp("s")), [0]),
     # A date is one of the column's own zone, unless it names another.
-    'utc >= "2024-05-01"': (pa.array([1_714_521_599, 1_714_521_600, None], pa.timestamp("s", "UTC")), [1]),
-    'zone >= "2024-05-01"': (pa.array([1_714_514_399, 1_714_514_400], pa.timestamp("s", "Europe/Berlin")), [1]),
-    'zone == "2024-05-01T02:00+02:00"': (pa.array([1_714_521_600_000], pa.timestamp("ms", "Asia/Tokyo")), [0]),
+    'utc >= "2024-05-01"': (
+        pa.array([1_714_521_599, 1_714_521_600, None], pa.timestamp("s", "UTC")),
+        [1],
+    ),
+    'zone >= "2024-05-01"': (
+        pa.array([1_714_514_399, 1_714_514_400], pa.timestamp("s", "Europe/Berlin")),
+        [1],
+    ),
+    'zone == "2024-05-01T02:00+02:00"': (
+        pa.array([1_714_521_600_000], pa.timestamp("ms", "Asia/Tokyo")),
+        [0],
+    ),
     'zone in ["2024-05-01", "2024-05-01T00Z"]': (
         pa.array([1714514400, 1714521600], pa.timestamp("s", "+02:00")),
         [0, 1],
@@ -236,19 +309,32 @@ COMPARED: dict[str, tuple[Any, list[int]]] = {
 def test_comparisons_mean_what_they_say(tmp_path: Path, suffix: str) -> None:
     for comparison, (column, passing) in COMPARED.items():
         texts = [f"row {i}" for i in range(len(column))]
-        write_table(tmp_path / f"a.{suffix}", pa.table({"column": texts, comparison.split()[0]: column}))
-        pieces = list(opened(tmp_path, SPECS[suffix], filter=(Comparison.parse(comparison),)).read(0, 0))
+        write_table(
+            tmp_path / f"a.{suffix}", pa.table({"column": texts, comparison.split()[0]: column})
+        )
+        pieces = list(
+            opened(tmp_path, SPECS[suffix], filter=(Comparison.parse(comparison),)).read(0, 0)
+        )
         values = [value for rows in pieces for value in rows.column.to_pylist()]
         assert values == [text if i in passing else "" for i, text in enumerate(texts)], comparison
-        out = [i for rows in pieces if rows.filtered is not None for i in rows.filtered.nonzero()[0].tolist()]
+        out = [
+            i
+            for rows in pieces
+            if rows.filtered is not None
+            for i in rows.filtered.nonzero()[0].tolist()
+        ]
         assert out == [i for i in range(len(texts)) if i not in passing], comparison
 
 
 BOOLEANS: list[Any] = [[True, False], None, [], [True, True]]
 MASKS: dict[str, Any] = {
-    **{str(of(pa.bool_())): pa.array(BOOLEANS, of(pa.bool_())) for of in (pa.list_, pa.large_list, pa.list_view)},
+    **{
+        str(of(pa.bool_())): pa.array(BOOLEANS, of(pa.bool_()))
+        for of in (pa.list_, pa.large_list, pa.list_view)
+    },
     "bytes": pa.ListArray.from_arrays(
-        [0, None, 2, 2, 4], pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, 5, 1], pa.int8()))
+        [0, None, 2, 2, 4],
+        pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, 5, 1], pa.int8())),
     ),
 }
 
@@ -258,12 +344,20 @@ def test_a_loss_mask_may_be_of_booleans_and_ids_may_not(tmp_path: Path, suffix: 
     spec = (SPECS | {"jsonl": "jsonl:a.jsonl:column"})[suffix]
     for column in MASKS.values():
         if suffix == "jsonl":
-            (tmp_path / "a.jsonl").write_text("".join(json.dumps({"column": row}) + "\n" for row in BOOLEANS))
+            (tmp_path / "a.jsonl").write_text(
+                "".join(json.dumps({"column": row}) + "\n" for row in BOOLEANS)
+            )
         else:
             write_table(tmp_path / f"a.{suffix}", pa.table({"column": column}), 2)
         source = opened(tmp_path, spec, is_mask=True)
-        assert [rows_of(source, row) for row in (0, 1, 3)] == [[[1, 0], [], [], [1, 1]], [[], [], [1, 1]], [[1, 1]]]
-        with pytest.raises(SourceError, match=r"column 'column' is of type|'column' has a boolean among its ids"):
+        assert [rows_of(source, row) for row in (0, 1, 3)] == [
+            [[1, 0], [], [], [1, 1]],
+            [[], [], [1, 1]],
+            [[1, 1]],
+        ]
+        with pytest.raises(
+            SourceError, match=r"column 'column' is of type|'column' has a boolean among its ids"
+        ):
             read(tmp_path, spec)
 
 
@@ -288,7 +382,9 @@ def test_names_of_folders_are_compared_as_columns_are(tmp_path: Path) -> None:
         write_table(tmp_path / "n=0" / folder / "a.parquet", pa.table({"column": [text], "n": [1]}))
     spec = "parquet:n=0/**/*.parquet:column"
     for comparison, texts in PARTITIONS.items():
-        rows = all_rows(tmp_path, spec, filter=(Comparison.parse(comparison), Comparison.parse("n == 1")))
+        rows = all_rows(
+            tmp_path, spec, filter=(Comparison.parse(comparison), Comparison.parse("n == 1"))
+        )
         assert sorted(filter(None, rows)) == texts.split(), comparison
     for comparison, says in (
         ("lang > 1", "the folder 'lang=de' has no value that is .* a number"),
@@ -299,26 +395,43 @@ def test_names_of_folders_are_compared_as_columns_are(tmp_path: Path) -> None:
 
 
 RULES: list[tuple[dict[str, Any], str]] = [
-    ({"filter": (Comparison.parse("absent > 1"),)}, "has no column 'absent'; its columns are column, n"),
-    ({"filter": (Comparison.parse("column > 1"),)}, "'column' is of type string, which is not compared with a number"),
-    ({"filter": (Comparison.parse('n == "a"'),)}, "'n' is of type int64, which is not compared with text"),
+    (
+        {"filter": (Comparison.parse("absent > 1"),)},
+        "has no column 'absent'; its columns are column, n",
+    ),
+    (
+        {"filter": (Comparison.parse("column > 1"),)},
+        "'column' is of type string, which is not compared with a number",
+    ),
+    (
+        {"filter": (Comparison.parse('n == "a"'),)},
+        "'n' is of type int64, which is not compared with text",
+    ),
     ({"filter": (Comparison.parse("n == true"),)}, "is not compared with true or false"),
     ({"filter": (Comparison.parse("l == 1"),)}, "which is not compared with a number"),
-    ({"filter": (Comparison.parse('j == "a"'),)}, "'j' is of type extension<arrow.json>, which is not compared with"),
+    (
+        {"filter": (Comparison.parse('j == "a"'),)},
+        "'j' is of type extension<arrow.json>, which is not compared with",
+    ),
     ({"template": Template.parse("{column} {absent}")}, "has no column 'absent'"),
     ({"template": Template.parse("{column} {l}")}, "template: column 'l' is of type list<"),
 ]
 
 
 def test_rules_that_do_not_fit_a_file_name_it(tmp_path: Path) -> None:
-    write_table(tmp_path / "a.parquet", pa.table({"column": ["a"], "n": [1], "l": [[1]], "j": JSON[:1].values[:1]}))
+    write_table(
+        tmp_path / "a.parquet",
+        pa.table({"column": ["a"], "n": [1], "l": [[1]], "j": JSON[:1].values[:1]}),
+    )
     for rules, says in RULES:
         with pytest.raises(SourceError, match=r"a\.parquet") as caught:
             read(tmp_path, SPECS["parquet"], **rules)
         assert says in str(caught.value)
 
 
-def test_rules_that_do_not_fit_json_lines_are_refused_when_the_source_is_opened(tmp_path: Path) -> None:
+def test_rules_that_do_not_fit_json_lines_are_refused_when_the_source_is_opened(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"column": "a", "n": 1, "s": "x", "f": 1.5}\n' * 3)
     for rules, says in (
         (
@@ -326,8 +439,14 @@ def test_rules_that_do_not_fit_json_lines_are_refused_when_the_source_is_opened(
             "no line has the key 'absent' (looked for in every row); check its spelling",
         ),
         ({"template": Template.parse("{column} {titel}")}, "no line has the key 'titel'"),
-        ({"template": Template.parse("{column} {f}")}, "'f' is a number, expected a string or an integer"),
-        ({"filter": (Comparison.parse('column == "a"'), Comparison.parse("column > 1"))}, "not compared with a number"),
+        (
+            {"template": Template.parse("{column} {f}")},
+            "'f' is a number, expected a string or an integer",
+        ),
+        (
+            {"filter": (Comparison.parse('column == "a"'), Comparison.parse("column > 1"))},
+            "not compared with a number",
+        ),
     ):
         with pytest.raises(SourceError, match=r"jsonl:a\.jsonl:column") as caught:
             opened(tmp_path, "jsonl:a.jsonl:column", **rules)
@@ -335,12 +454,17 @@ def test_rules_that_do_not_fit_json_lines_are_refused_when_the_source_is_opened(
     # A value of another type than the constant is one row's fault.
     with pytest.raises(SourceError, match=r"line 1: 's' is a string, expected a number"):
         read(tmp_path, "jsonl:a.jsonl:column", filter=(Comparison.parse("s > 1"),))
-    assert read(tmp_path, "jsonl:a.jsonl:column", template=Template.parse("{n}: {column}")) == ["1: a"] * 3
+    assert (
+        read(tmp_path, "jsonl:a.jsonl:column", template=Template.parse("{n}: {column}"))
+        == ["1: a"] * 3
+    )
 
 
 def test_rules_are_refused_where_files_have_no_columns(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a\n")
-    with pytest.raises(SourceError, match="has no columns, as it is of txt files; leave filter and template out"):
+    with pytest.raises(
+        SourceError, match="has no columns, as it is of txt files; leave filter and template out"
+    ):
         opened(tmp_path, "txt:a.txt:text", filter=(Comparison.parse("n > 1"),))
 
 
@@ -356,13 +480,21 @@ HELD = {"id": None, "text": Content.TEXT, "tokens": Content.IDS, "scores": None}
 
 
 def test_columns_of_parquet_and_of_both_forms_of_arrow(tmp_path: Path) -> None:
-    for name, new in (("a.parquet", None), ("file.arrow", pa.ipc.new_file), ("stream.arrow", pa.ipc.new_stream)):
+    for name, new in (
+        ("a.parquet", None),
+        ("file.arrow", pa.ipc.new_file),
+        ("stream.arrow", pa.ipc.new_stream),
+    ):
         write_table(tmp_path / name, TABLE, new=new)
         assert dict(columns_of(SOURCES.schemes[name.partition(".")[2]], name, tmp_path)) == HELD
 
 
 def test_keys_of_json_lines_are_judged_by_their_first_value(tmp_path: Path) -> None:
-    lines = [{"id": 1, "body": None, "ids": [1, 2]}, {"id": 2, "body": "a text", "late": "b"}, {"body": 3}]
+    lines = [
+        {"id": 1, "body": None, "ids": [1, 2]},
+        {"id": 2, "body": "a text", "late": "b"},
+        {"body": 3},
+    ]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     assert dict(columns_of(SOURCES.schemes["jsonl"], str(path), tmp_path)) == {

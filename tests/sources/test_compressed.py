@@ -19,13 +19,24 @@ from tokenloom_server.storage.local import LocalFile
 
 zstd_library = compressed._zstd()
 
-TEXTS = ["first", "", "zwölf Boxkämpfer 🥊", "a\tb", "x" * 3000, "", "last", *(f"row {i}" for i in range(500))]
+TEXTS = [
+    "first",
+    "",
+    "zwölf Boxkämpfer 🥊",
+    "a\tb",
+    "x" * 3000,
+    "",
+    "last",
+    *(f"row {i}" for i in range(500)),
+]
 
 Compress = Callable[[bytes], bytes]
 
 
 def zstd(data: bytes) -> bytes:
-    packed: bytes = zstd_library.compress(data, options={zstd_library.CompressionParameter.checksum_flag: 1})
+    packed: bytes = zstd_library.compress(
+        data, options={zstd_library.CompressionParameter.checksum_flag: 1}
+    )
     return packed
 
 
@@ -33,19 +44,39 @@ def zstd(data: bytes) -> bytes:
 PACKERS: dict[str, tuple[str, Compress]] = {
     "gzip": (".gz", gzip.compress),
     "zstd": (".zst", zstd),
-    "gzip members": (".gz", lambda d: gzip.compress(d[:777]) + gzip.compress(b"") + gzip.compress(d[777:])),
+    "gzip members": (
+        ".gz",
+        lambda d: gzip.compress(d[:777]) + gzip.compress(b"") + gzip.compress(d[777:]),
+    ),
     "zstd frames": (".zst", lambda d: zstd(d[:777]) + zstd(d[777:])),
-    "bz2 streams": (".bz2", lambda d: bz2.compress(d[:777]) + bz2.compress(b"") + bz2.compress(d[777:])),
-    "xz streams": (".xz", lambda d: lzma.compress(d[:777]) + lzma.compress(b"") + lzma.compress(d[777:])),
+    "bz2 streams": (
+        ".bz2",
+        lambda d: bz2.compress(d[:777]) + bz2.compress(b"") + bz2.compress(d[777:]),
+    ),
+    "xz streams": (
+        ".xz",
+        lambda d: lzma.compress(d[:777]) + lzma.compress(b"") + lzma.compress(d[777:]),
+    ),
     # tar and tapes fill up with zeros, and so may xz in steps of four.
-    "gzip, padded": (".gz", lambda d: gzip.compress(d[:777]) + bytes(3) + gzip.compress(d[777:]) + bytes(70_001)),
-    "xz, padded": (".xz", lambda d: lzma.compress(d[:777]) + bytes(8) + lzma.compress(d[777:]) + bytes(70_000)),
+    "gzip, padded": (
+        ".gz",
+        lambda d: gzip.compress(d[:777]) + bytes(3) + gzip.compress(d[777:]) + bytes(70_001),
+    ),
+    "xz, padded": (
+        ".xz",
+        lambda d: lzma.compress(d[:777]) + bytes(8) + lzma.compress(d[777:]) + bytes(70_000),
+    ),
     # As pzstd and zstd --seekable write them: with a frame that has no content.
-    "zstd, skippable": (".zst", lambda d: b"\x50\x2a\x4d\x18\3\0\0\0abc" + zstd(d) + b"\x5f\x2a\x4d\x18\0\0\0\0"),
+    "zstd, skippable": (
+        ".zst",
+        lambda d: b"\x50\x2a\x4d\x18\3\0\0\0abc" + zstd(d) + b"\x5f\x2a\x4d\x18\0\0\0\0",
+    ),
 }
 
 
-@pytest.mark.parametrize(("block_bytes", "end"), [(7, "\r\n"), (100, ""), (lines.BLOCK_BYTES, "\n")])
+@pytest.mark.parametrize(
+    ("block_bytes", "end"), [(7, "\r\n"), (100, ""), (lines.BLOCK_BYTES, "\n")]
+)
 @pytest.mark.parametrize("packer", PACKERS)
 def test_rows_are_those_of_the_plain_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packer: str, end: str, block_bytes: int
@@ -60,20 +91,27 @@ def test_rows_are_those_of_the_plain_file(
     for row in (0, 1, 5, len(TEXTS) - 1, len(TEXTS)):
         assert rows_of(source, row) == TEXTS[row:]
     with pytest.raises(
-        SourceError, match=rf"a\.txt{suffix}' has {len(TEXTS)} rows, but row {len(TEXTS) + 1} was asked"
+        SourceError,
+        match=rf"a\.txt{suffix}' has {len(TEXTS)} rows, but row {len(TEXTS) + 1} was asked",
     ):
         rows_of(source, len(TEXTS) + 1)
 
 
 @pytest.mark.parametrize("packer", ["gzip", "zstd", "bz2 streams", "xz streams"])
-def test_what_is_damaged_cut_off_or_no_such_file_is_an_error_that_names_it(tmp_path: Path, packer: str) -> None:
+def test_what_is_damaged_cut_off_or_no_such_file_is_an_error_that_names_it(
+    tmp_path: Path, packer: str
+) -> None:
     suffix, pack = PACKERS[packer]
     whole = pack("\n".join(TEXTS).encode())
     size = len("\n".join(TEXTS).encode())
     damaged = r"cannot be decompressed somewhere after byte \d+ of its content"
     at = -6 if suffix == ".gz" else -2
     # bz2 and xz do not tell which fault it is.
-    wrong = "was decompressed, but its checksum is not that of its content" if suffix in (".gz", ".zst") else damaged
+    wrong = (
+        "was decompressed, but its checksum is not that of its content"
+        if suffix in (".gz", ".zst")
+        else damaged
+    )
     after = rf"is whole up to byte {size} of its content, but what stands after that is no {CODECS[suffix]}"
     for bad, says in (
         *((bad, damaged) for bad in (whole[:-5], whole[:20], b"plain text\n")),
@@ -88,16 +126,23 @@ def test_what_is_damaged_cut_off_or_no_such_file_is_an_error_that_names_it(tmp_p
 def test_a_window_that_takes_much_memory_is_decoded_where_that_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = {zstd_library.CompressionParameter.window_log: 28, zstd_library.CompressionParameter.content_size_flag: 0}
+    long = {
+        zstd_library.CompressionParameter.window_log: 28,
+        zstd_library.CompressionParameter.content_size_flag: 0,
+    }
     packer = zstd_library.ZstdCompressor(options=long)
     (tmp_path / "a.txt.zst").write_bytes(packer.compress(b"a\nb\n") + packer.flush())
     large = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 29}]
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"a\nb\n", filters=large) + bytes(4))
     for suffix in (".zst", ".xz"):
-        with pytest.raises(SourceError, match=r"more memory than is allowed: give --decompress-mib.*DECOMPRESS_MIB"):
+        with pytest.raises(
+            SourceError, match=r"more memory than is allowed: give --decompress-mib.*DECOMPRESS_MIB"
+        ):
             rows_of(opened(tmp_path, f"txt:a.txt{suffix}:text"))
     monkeypatch.setenv(compressed.MEMORY, "2 GiB")
-    with pytest.raises(ConfigError, match="TOKENLOOM_DECOMPRESS_MIB: found '2 GiB', expected a whole number of MiB"):
+    with pytest.raises(
+        ConfigError, match="TOKENLOOM_DECOMPRESS_MIB: found '2 GiB', expected a whole number of MiB"
+    ):
         opened(tmp_path, "txt:a.txt.zst:text")
     monkeypatch.setenv(compressed.MEMORY, "640")
     for suffix in (".zst", ".xz"):
@@ -125,13 +170,17 @@ def test_bombs_are_refused_before_they_fill_the_memory(
     assert len(bomb) * 500 < size
     (tmp_path / f"a.txt{suffix}").write_bytes(bomb)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(SourceError, match=rf"a\.txt{suffix}'.*(more than 250 times as many|more than the)"):
+    with pytest.raises(
+        SourceError, match=rf"a\.txt{suffix}'.*(more than 250 times as many|more than the)"
+    ):
         for _ in opened(tmp_path, f"txt:a.txt{suffix}:text").read(0, 0):
             pass
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 192 << 10, "KiB"
     if line == b"\0":
-        with pytest.raises(SourceError, match=r"line 1 has more than the 1 MiB that max_row_mib allows"):
+        with pytest.raises(
+            SourceError, match=r"line 1 has more than the 1 MiB that max_row_mib allows"
+        ):
             rows_of(opened(tmp_path, f"txt:a.txt{suffix}:text", most_bytes=1 << 20))
 
 
@@ -147,7 +196,9 @@ def test_how_much_of_a_file_its_first_lines_take(tmp_path: Path) -> None:
 
 
 def test_endings(tmp_path: Path) -> None:
-    assert [ending_of(name) for name in ("a.b.jsonl.gz", "a.txt.zst", "a.parquet", "a", "a.gz")] == [
+    assert [
+        ending_of(name) for name in ("a.b.jsonl.gz", "a.txt.zst", "a.parquet", "a", "a.gz")
+    ] == [
         ".jsonl.gz",
         ".txt.zst",
         ".parquet",

@@ -60,17 +60,27 @@ def is_held(content: bytes, share: float = SHARE, seed: int = SEED) -> bool:
 
 
 #: Every scheme, and every shuffle of one: what holds out knows of neither.
-READ = [(scheme, "in file order") for scheme in SCHEMES] + [("parquet", shuffle) for shuffle in SHUFFLES][1:]
+READ = [(scheme, "in file order") for scheme in SCHEMES] + [
+    ("parquet", shuffle) for shuffle in SHUFFLES
+][1:]
 
 
 @pytest.mark.parametrize(("scheme", "shuffle"), READ)
-def test_every_document_is_on_one_side_and_none_on_both(scheme: str, shuffle: str, tmp_path: Path) -> None:
+def test_every_document_is_on_one_side_and_none_on_both(
+    scheme: str, shuffle: str, tmp_path: Path
+) -> None:
     spec = SCHEMES[scheme](tmp_path)
     options = SHUFFLES[shuffle]
-    whole = order_of(tmp_path, of_one(spec, None, **options) | {"packing": "none", "sequence_length": 128})
-    order = order_of(tmp_path, of_one(spec, **options) | {"packing": "none", "sequence_length": 128})
+    whole = order_of(
+        tmp_path, of_one(spec, None, **options) | {"packing": "none", "sequence_length": 128}
+    )
+    order = order_of(
+        tmp_path, of_one(spec, **options) | {"packing": "none", "sequence_length": 128}
+    )
     # Of several lanes one may have nothing; evaluation reads in one.
-    config = order.config.model_copy(update={"mixture": order_of(tmp_path, of_one(spec)).config.mixture})
+    config = order.config.model_copy(
+        update={"mixture": order_of(tmp_path, of_one(spec)).config.mixture}
+    )
     out = builder.aside(order, config)
     kept = Counter(taken(order, order.initial())[0])
     held = Counter(taken(out, out.initial())[0])
@@ -81,10 +91,18 @@ def test_every_document_is_on_one_side_and_none_on_both(scheme: str, shuffle: st
 
 
 @pytest.mark.parametrize(
-    ("shuffle", "packing"), [("in file order", "concat"), ("rows", "unpacked"), ("rows in lanes", "best fit")]
+    ("shuffle", "packing"),
+    [("in file order", "concat"), ("rows", "unpacked"), ("rows in lanes", "best fit")],
 )
-def test_a_run_that_holds_out_goes_on_from_every_sample_index(shuffle: str, packing: str, tmp_path: Path) -> None:
-    source = {"source": SCHEMES["parquet"](tmp_path), "holdout": SHARE, "epochs": 2.5, **SHUFFLES[shuffle]}
+def test_a_run_that_holds_out_goes_on_from_every_sample_index(
+    shuffle: str, packing: str, tmp_path: Path
+) -> None:
+    source = {
+        "source": SCHEMES["parquet"](tmp_path),
+        "holdout": SHARE,
+        "epochs": 2.5,
+        **SHUFFLES[shuffle],
+    }
     root = {"policy": "sequential", "children": [source]}
     order = order_of(tmp_path, mixture(mixture=root, **PACKINGS[packing]))
     samples, states, ended = taken(order, order.initial())
@@ -115,7 +133,9 @@ def sides(column: Any, share: float = SHARE) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("begin", [0, 3])
-@pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.large_list(pa.int32()), pa.list_(pa.int64())])
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.uint16()), pa.large_list(pa.int32()), pa.list_(pa.int64())]
+)
 def test_ids_are_drawn_by_their_bytes(kind: Any, begin: int) -> None:
     rows = id_rows(200, 9, 20)
     kept, held = sides(pa.array(rows, kind).slice(begin))
@@ -139,11 +159,15 @@ def test_a_mask_stays_beside_its_ids() -> None:
     rows = id_rows(200, 9, 20)
     masks = [[at % 2 for at in range(len(row))] for row in rows]
     ids = pa.array(rows, pa.list_(pa.uint16()))
-    column = pa.StructArray.from_arrays([ids, pa.array(masks, pa.list_(pa.uint8()))], ["ids", "mask"])
+    column = pa.StructArray.from_arrays(
+        [ids, pa.array(masks, pa.list_(pa.uint8()))], ["ids", "mask"]
+    )
     for (kept, own), row in zip(zip(*sides(column), strict=True), rows, strict=True):
         assert [] in (kept["ids"], own["ids"])
         assert row in (kept["ids"], own["ids"])
-        assert [len(side["ids"]) for side in (kept, own)] == [len(side["mask"]) for side in (kept, own)]
+        assert [len(side["ids"]) for side in (kept, own)] == [
+            len(side["mask"]) for side in (kept, own)
+        ]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.001])
@@ -160,7 +184,9 @@ def test_what_a_smaller_share_holds_out_a_larger_one_does_too() -> None:
     assert small < large
 
 
-def test_another_seed_holds_out_others_and_copies_and_moved_files_are_where_they_were(tmp_path: Path) -> None:
+def test_another_seed_holds_out_others_and_copies_and_moved_files_are_where_they_were(
+    tmp_path: Path,
+) -> None:
     rows = text_rows(60, 3, 9)
     write_txt(tmp_path / "a.txt", rows)
     write_jsonl(tmp_path / "b/one.jsonl", rows[:40])
@@ -175,7 +201,9 @@ def test_another_seed_holds_out_others_and_copies_and_moved_files_are_where_they
     assert both(one)[1] != both(other)[1]
 
 
-def test_rows_that_are_bad_or_filtered_are_counted_once_and_never_evaluated_on(tmp_path: Path) -> None:
+def test_rows_that_are_bad_or_filtered_are_counted_once_and_never_evaluated_on(
+    tmp_path: Path,
+) -> None:
     lines = [f'{{"text": "{text}", "n": {i % 3}}}' for i, text in enumerate(text_rows(60, 3, 9))]
     lines[::10] = ["no JSON"] * 6
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -207,5 +235,7 @@ def test_what_is_prepared_has_every_document(tmp_path: Path) -> None:
 def test_a_revision_cannot_change_what_is_held_out(tmp_path: Path) -> None:
     order = order_of(write_corpus(tmp_path), of_one(CODE))
     changed = of_one(CODE, 0.1)["mixture"]
-    with pytest.raises(ConfigError, match=r"holdout is 0\.3 in this run and 0\.1 in the new mixture"):
+    with pytest.raises(
+        ConfigError, match=r"holdout is 0\.3 in this run and 0\.1 in the new mixture"
+    ):
         revise(Timeline(order), MixtureChange(reason="other", author="test", mixture=changed), 8)

@@ -50,17 +50,22 @@ def rows_of(spec: str, shard: int = 0, row: int = 0) -> list[str]:
 def test_json_that_is_no_lines_is_named(hub: StandInHub) -> None:
     hub.repo("org/name").commit({"train.json": json.dumps([{"text": "a"}]).encode()})
     with pytest.raises(
-        SourceError, match=r"hf://datasets/org/name@\w+/train.json.*line 1 is a list, expected a JSON object"
+        SourceError,
+        match=r"hf://datasets/org/name@\w+/train.json.*line 1 is a list, expected a JSON object",
     ):
         rows_of(SPEC)
 
 
-def test_going_on_in_the_middle_of_a_large_dataset_costs_a_footer_and_a_row_group(hub: StandInHub) -> None:
+def test_going_on_in_the_middle_of_a_large_dataset_costs_a_footer_and_a_row_group(
+    hub: StandInHub,
+) -> None:
     rows = text_rows(400, 7, 800)
     content = io.BytesIO()
     pq.write_table(pa.table({"text": rows}), content, row_group_size=20, compression="none")
     repo = hub.repo("org/name")
-    commit = repo.commit({f"data/train-{i:05}-of-00050.parquet": content.getvalue() for i in range(50)})
+    commit = repo.commit(
+        {f"data/train-{i:05}-of-00050.parquet": content.getvalue() for i in range(50)}
+    )
     source = open_source(spec_of(SPEC), Path())
     hub.forget()
 
@@ -106,7 +111,9 @@ def test_a_run_that_was_recorded_reads_its_files_whatever_the_rules_are_now(
     repo, converted = hub.repo("org/name"), "hf:org/name@refs/convert/parquet:train:text"
     repo.commit({"train.jsonl": jsonl(ROWS[0])})
     repo.commit({"default/train/0000.parquet": parquet(ROWS[1])}, "refs/convert/parquet")
-    record = json.loads(json.dumps(create(tmp_path, converted).record.to_json()).replace(converted, SPEC))
+    record = json.loads(
+        json.dumps(create(tmp_path, converted).record.to_json()).replace(converted, SPEC)
+    )
     assert rows_of(SPEC) == ROWS[0]
 
     monkeypatch.setitem(sys.modules, "datasets.load", None)
@@ -115,21 +122,32 @@ def test_a_run_that_was_recorded_reads_its_files_whatever_the_rules_are_now(
 
     assert hub.requests == []
     assert rows_of_order(again) == ROWS[1]
-    with pytest.raises(SourceError, match=r"need `datasets` 4\.0 or later .*pip install 'tokenloom\[hf\]'"):
+    with pytest.raises(
+        SourceError, match=r"need `datasets` 4\.0 or later .*pip install 'tokenloom\[hf\]'"
+    ):
         rows_of(SPEC)
 
 
-def test_a_run_begins_again_at_its_commit_without_its_record(hub: StandInHub, tmp_path: Path) -> None:
+def test_a_run_begins_again_at_its_commit_without_its_record(
+    hub: StandInHub, tmp_path: Path
+) -> None:
     """Here of the Hub's conversion, which is a branch of its own."""
     repo, spec = hub.repo("org/name"), "hf:org/name@refs/convert/parquet:train:text"
     repo.commit({"README.md": b"# csv", "train.csv": b"text\na\n"})
-    content = {f"default/{split}/000{i}.parquet": parquet(ROWS[i]) for i in range(2) for split in ("train", "trains")}
+    content = {
+        f"default/{split}/000{i}.parquet": parquet(ROWS[i])
+        for i in range(2)
+        for split in ("train", "trains")
+    }
     commit = repo.commit(content, "refs/convert/parquet")
     order = create(tmp_path, spec)
     repo.commit({}, "refs/convert/parquet")
     document = flat([spec])
     document["mixture"]["children"][0]["commit"] = commit
-    records = [json.loads(each.record.to_json()) for each in (builder.create(parsed(document), tmp_path, None), order)]
+    records = [
+        json.loads(each.record.to_json())
+        for each in (builder.create(parsed(document), tmp_path, None), order)
+    ]
     beside = [record.pop("beside") for record in records]
     assert records[0] == records[1]
     assert [*(beside[0].items() - beside[1].items())] == [(f"{spec}: commit", commit)]
@@ -150,7 +168,9 @@ def test_another_content_at_the_commit_is_refused_by_name(hub: StandInHub, tmp_p
     commit = repo.commit({"train.parquet": parquet(ROWS[0])})
     order = create(tmp_path)
     repo.commits[commit]["train.parquet"] = parquet(ROWS[1])
-    with pytest.raises(SourceChanged, match=rf"hf://datasets/org/name@{commit}/train.parquet.* expected"):
+    with pytest.raises(
+        SourceChanged, match=rf"hf://datasets/org/name@{commit}/train.parquet.* expected"
+    ):
         rows_of_order(order)
     del repo.commits[commit]
     with pytest.raises(SourceError, match="has no such revision"):
@@ -160,10 +180,15 @@ def test_another_content_at_the_commit_is_refused_by_name(hub: StandInHub, tmp_p
 # --- revisions ------------------------------------------------------------------------------------------
 
 
-def test_files_that_a_dataset_got_since_enter_by_a_revision(hub: StandInHub, tmp_path: Path) -> None:
+def test_files_that_a_dataset_got_since_enter_by_a_revision(
+    hub: StandInHub, tmp_path: Path
+) -> None:
     repo = hub.repo("org/name")
     first = {"data/train-0.parquet": parquet(ROWS[0])}
-    repo.commit({"README.md": b"---\nconfigs: [{config_name: default, data_files: 'data/*'}]\n---\n"} | first)
+    repo.commit(
+        {"README.md": b"---\nconfigs: [{config_name: default, data_files: 'data/*'}]\n---\n"}
+        | first
+    )
     timeline = Timeline(create(tmp_path))
     change = MixtureChange(append_files=[SPEC], reason="more")
     with pytest.raises(ConfigError, match="has no file that the run does not read already"):
@@ -177,7 +202,8 @@ def test_files_that_a_dataset_got_since_enter_by_a_revision(hub: StandInHub, tmp
 
     repo.commit(repo.commits[repo.refs["main"]] | {"data/train-0.parquet": parquet(ROWS[1][:9])})
     with pytest.raises(
-        SourceChanged, match=r"1 of the 1 files that the run reads are gone or others at \w+ \(the first"
+        SourceChanged,
+        match=r"1 of the 1 files that the run reads are gone or others at \w+ \(the first",
     ):
         revise(timeline, change, 100)
 
@@ -185,10 +211,17 @@ def test_files_that_a_dataset_got_since_enter_by_a_revision(hub: StandInHub, tmp
 # --- where data may lie ---------------------------------------------------------------------------------
 
 
-def test_with_data_roots_the_hub_is_read_where_a_root_says_so(hub: StandInHub, tmp_path: Path) -> None:
+def test_with_data_roots_the_hub_is_read_where_a_root_says_so(
+    hub: StandInHub, tmp_path: Path
+) -> None:
     for name in ("org/name", "org/name2"):
         hub.repo(name).commit({"train.parquet": parquet(ROWS[0])})
-    for roots in ([str(tmp_path)], ["s3://bucket"], ["hf://datasets/other"], ["hf://datasets/org/nam"]):
+    for roots in (
+        [str(tmp_path)],
+        ["s3://bucket"],
+        ["hf://datasets/other"],
+        ["hf://datasets/org/nam"],
+    ):
         with pytest.raises(ConfigError, match="'hf://datasets/org/name' lies below no data root"):
             create(tmp_path, SPEC, roots)
     assert hub.requests == [], "it was asked before it was checked"
@@ -208,7 +241,10 @@ def test_a_pattern_in_a_repository_is_pinned_to_its_commit(hub: StandInHub, tmp_
         f"hf://datasets/org/name@{commit}/deep/{i}.parquet" for i in range(2)
     ]
     hub.forget()
-    assert rows_of_order(builder.load(order.config, tmp_path, None, order.record.to_json())) == ROWS[0] + ROWS[1]
+    assert (
+        rows_of_order(builder.load(order.config, tmp_path, None, order.record.to_json()))
+        == ROWS[0] + ROWS[1]
+    )
     assert hub.asked("^/api/") == []
 
 
@@ -218,7 +254,9 @@ def test_a_pattern_in_a_repository_is_pinned_to_its_commit(hub: StandInHub, tmp_
 def test_the_short_form_takes_specs_of_the_hub(hub: StandInHub, tmp_path: Path) -> None:
     for name in ("org/name", "org/v1.5"):
         hub.repo(name).commit({"train.parquet": parquet(ROWS[0]), "test.parquet": parquet(ROWS[1])})
-    found = short_form.document(f"{SPEC}:0.9 hf:org/v1.5:test:text:0.1", tmp_path, SOURCES, run="mix")
+    found = short_form.document(
+        f"{SPEC}:0.9 hf:org/v1.5:test:text:0.1", tmp_path, SOURCES, run="mix"
+    )
     assert found["mixture"]["children"] == [
         {"source": SPEC, "alias": "name", "weight": 0.9},
         {"source": "hf:org/v1.5:test:text", "alias": "test", "weight": 0.1},
@@ -252,7 +290,11 @@ def test_a_downloaded_dataset_is_served_without_a_network(
     assert hub.requests == []
 
 
-def test_without_huggingface_hub_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_huggingface_hub_an_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(SourceError, match=r"huggingface_hub 1\.33 or later .*pip install 'tokenloom\[hf\]'"):
+    with pytest.raises(
+        SourceError, match=r"huggingface_hub 1\.33 or later .*pip install 'tokenloom\[hf\]'"
+    ):
         rows_of(SPEC)

@@ -40,7 +40,9 @@ def arrow(salt: str, *, stream: bool) -> bytes:
 
 
 def jsonl(salt: str) -> bytes:
-    return "".join(json.dumps({"n": i, "text": row}) + "\n" for i, row in enumerate(rows(salt))).encode()
+    return "".join(
+        json.dumps({"n": i, "text": row}) + "\n" for i, row in enumerate(rows(salt))
+    ).encode()
 
 
 CONFIGS: list[dict[str, Any]] = [
@@ -174,7 +176,12 @@ print(json.dumps(answers))
 
 def rows_of(spec: Spec, shards: Sequence[Shard]) -> list[str]:
     source = open_source(spec, Path(), tuple(shards))
-    return [row for i in range(len(shards)) for rows in source.read(i, 0) for row in rows.column.to_pylist()]
+    return [
+        row
+        for i in range(len(shards))
+        for rows in source.read(i, 0)
+        for row in rows.column.to_pylist()
+    ]
 
 
 def test_files_and_rows_are_those_of_datasets_in_its_order_and_resolving_imports_no_framework(
@@ -188,7 +195,9 @@ def test_files_and_rows_are_those_of_datasets_in_its_order_and_resolving_imports
         asked += [(f"org/{name}", *split, True) for split in splits]
     for name, (content, layout_splits) in LAYOUTS.items():
         hub.repo(f"org/layout-{name}").commit(content)
-        asked += [(f"org/layout-{name}", config, None, split, False) for config, split in layout_splits]
+        asked += [
+            (f"org/layout-{name}", config, None, split, False) for config, split in layout_splits
+        ]
     oracle = subprocess.run(
         [sys.executable, "-c", ORACLE],
         input=json.dumps(asked),
@@ -200,12 +209,16 @@ def test_files_and_rows_are_those_of_datasets_in_its_order_and_resolving_imports
     imported, answers = oracle.stdout.splitlines()
     assert imported == "datasets"
 
-    for (repo_name, config, revision, split, has_rows), (paths, rows) in zip(asked, json.loads(answers), strict=True):
+    for (repo_name, config, revision, split, has_rows), (paths, rows) in zip(
+        asked, json.loads(answers), strict=True
+    ):
         spec = spec_of(
             f"hf:{repo_name}{'/' + config if config else ''}{'@' + revision if revision else ''}:{split}:text"
         )
         shards = hub_resolver().shards(spec)
         # What several patterns match is there once: no row is repeated within an epoch.
-        assert [shard.path.partition("@")[2].partition("/")[2] for shard in shards] == list(dict.fromkeys(paths)), spec
+        assert [shard.path.partition("@")[2].partition("/")[2] for shard in shards] == list(
+            dict.fromkeys(paths)
+        ), spec
         if has_rows:
             assert rows_of(spec, shards) == rows != [], spec

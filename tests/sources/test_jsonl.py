@@ -35,12 +35,20 @@ WRONG = [
     (TEXT, '{"text":[1]}', ": 'text' is a list, but the source's first row holds text"),
     (TEXT, '{"text":"\\ud800"}', ": 'text' has half of a surrogate pair, which is no character"),
     (TEXT, '{"text":' + "[" * 100_000, " is malformed JSON"),
-    (IDS, '{"text":[1,2.0]}', ": 'text' has the number 2.0 among its ids, expected 64-bit integers"),
+    (
+        IDS,
+        '{"text":[1,2.0]}',
+        ": 'text' has the number 2.0 among its ids, expected 64-bit integers",
+    ),
     (IDS, '{"text":[1,null]}', ": 'text' has null among its ids"),
     (IDS, '{"text":[1,true]}', ": 'text' has a boolean among its ids"),
     (IDS, '{"text":["1"]}', ": 'text' has a string among its ids"),
     (IDS, '{"text":[[1]]}', ": 'text' has a list among its ids"),
-    (IDS, '{"text":[9223372036854775808]}', ": 'text' has the number 9223372036854775808 among its ids"),
+    (
+        IDS,
+        '{"text":[9223372036854775808]}',
+        ": 'text' has the number 9223372036854775808 among its ids",
+    ),
     (IDS, '{"text":"a"}', ": 'text' is a string, but the source's first row holds ids"),
 ]
 
@@ -73,8 +81,12 @@ def test_a_malformed_first_line_is_named_when_the_source_is_opened(tmp_path: Pat
         written(tmp_path, "{text}")
 
 
-def test_a_source_of_nulls_is_refused_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SourceError, match="'text' is null in every row, so there is nothing to read"):
+def test_a_source_of_nulls_is_refused_within_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        SourceError, match="'text' is null in every row, so there is nothing to read"
+    ):
         written(tmp_path, *['{"text":null}'] * 10)
     monkeypatch.setattr(probe, "PROBE_BYTES", 20)
     with pytest.raises(SourceError, match="'text' is null in the first 140 bytes"):

@@ -27,16 +27,38 @@ def text_lines(data: bytes) -> list[str]:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(data)
         with Path(file.name).open(encoding="utf-8-sig", newline="\n") as text:
-            return [line.removesuffix("\n").removesuffix("\r") if line.endswith("\n") else line for line in text]
+            return [
+                line.removesuffix("\n").removesuffix("\r") if line.endswith("\n") else line
+                for line in text
+            ]
 
 
 pieces_of_text = st.sampled_from(
-    ["a", "bc", "\n", "\n", "\r\n", "\r", "\x00", "é", "🥊", "\u2028", "\x0b", "\ufeff", " ", "x" * 40]
+    [
+        "a",
+        "bc",
+        "\n",
+        "\n",
+        "\r\n",
+        "\r",
+        "\x00",
+        "é",
+        "🥊",
+        "\u2028",
+        "\x0b",
+        "\ufeff",
+        " ",
+        "x" * 40,
+    ]
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(pieces_of_text, min_size=1, max_size=40).map("".join), st.booleans(), st.integers(1, 64))
+@given(
+    st.lists(pieces_of_text, min_size=1, max_size=40).map("".join),
+    st.booleans(),
+    st.integers(1, 64),
+)
 def test_txt_rows_equal_pythons_own_lines(text: str, mark: bool, block_bytes: int) -> None:
     data = (b"\xef\xbb\xbf" if mark else b"") + text.encode()
     expected = text_lines(data)
@@ -57,7 +79,9 @@ def test_txt_rows_equal_pythons_own_lines(text: str, mark: bool, block_bytes: in
 values = st.one_of(st.none(), st.text(max_size=8), st.just("x" * 50))
 others = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 good_lines = st.builds(
@@ -144,7 +168,9 @@ def test_jsonl_rows_and_refused_lines_equal_pythons_json(
         patch.object(lines, "BLOCK_BYTES", block_bytes),
         patch.object(lines, "STRIDE_BYTES", block_bytes),
     ):
-        (Path(folder) / "a.jsonl").write_bytes(b"\n".join(data) + (b"\n" if final or not data[-1] else b""))
+        (Path(folder) / "a.jsonl").write_bytes(
+            b"\n".join(data) + (b"\n" if final or not data[-1] else b"")
+        )
         source = opened(Path(folder), JSONL, skip_blank=skip_blank)
         for row in range(len(expected) + 1):
             found: list[str] = []
@@ -206,9 +232,9 @@ def test_a_damaged_cache_is_built_again_with_a_log_line(
         source = opened(tmp_path, TXT, index_dir)
         assert source.row_count(0) == 100
         assert rows_of(source, 99) == ["line 99"]
-        assert [r.levelno for r in caplog.records if "is not usable and is built again" in r.message] == [
-            logging.WARNING
-        ]
+        assert [
+            r.levelno for r in caplog.records if "is not usable and is built again" in r.message
+        ] == [logging.WARNING]
         assert cache.read_bytes() == good
 
 

@@ -63,7 +63,11 @@ def field_of(item: Any, field: str) -> Any:
     ],
 )
 def test_rows_are_what_the_library_reads_from_every_row_on(
-    tmp_path: Path, make: Callable[[int], Any], fields: tuple[str, ...], options: dict[str, Any], monkeypatch: Any
+    tmp_path: Path,
+    make: Callable[[int], Any],
+    fields: tuple[str, ...],
+    options: dict[str, Any],
+    monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(sample_files, "CHUNK_BYTES", 300)
     write_litdata(tmp_path / "data", map(make, range(34)), **options)
@@ -72,7 +76,13 @@ def test_rows_are_what_the_library_reads_from_every_row_on(
         source = opened(tmp_path, f"litdata:data:{field}".rstrip(":"))
         rows = [field_of(item, field) for item in expected]
         assert source.content is (Content.TEXT if isinstance(rows[0], str) else Content.IDS)
-        assert [source.row_count(shard) for shard in range(len(source.shards))] == [0, 10, 10, 10, 4]
+        assert [source.row_count(shard) for shard in range(len(source.shards))] == [
+            0,
+            10,
+            10,
+            10,
+            4,
+        ]
         for shard in range(5):
             begin, count = max(0, 10 * (shard - 1)), source.row_count(shard)
             assert (int(source.blocks(shard)[0]), int(source.blocks(shard)[-1])) == (0, count)
@@ -84,13 +94,20 @@ def test_rows_are_what_the_library_reads_from_every_row_on(
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [(torch.int32, CHUNKS), (torch.uint16, {}), (np.int64, {}), (np.uint8, CHUNKS)]
+    ("kind", "options"),
+    [(torch.int32, CHUNKS), (torch.uint16, {}), (np.int64, {}), (np.uint8, CHUNKS)],
 )
-def test_a_stream_of_ids_has_the_samples_for_rows(tmp_path: Path, kind: Any, options: dict[str, Any]) -> None:
+def test_a_stream_of_ids_has_the_samples_for_rows(
+    tmp_path: Path, kind: Any, options: dict[str, Any]
+) -> None:
     documents = [[*range(1 + i % 50), 0] for i in range(60)]
     make = torch.tensor if isinstance(kind, torch.dtype) else np.array
     write_litdata(
-        tmp_path / "data", (make(row, dtype=kind) for row in documents), tokens=True, chunk_size=500, **options
+        tmp_path / "data",
+        (make(row, dtype=kind) for row in documents),
+        tokens=True,
+        chunk_size=500,
+        **options,
     )
     source = opened(tmp_path, "litdata:data")
     assert len(source.shards) > 3
@@ -121,14 +138,24 @@ def test_a_spec_may_leave_out_the_field(tmp_path: Path) -> None:
         assert (str(spec), spec.location, spec.column) == (text, location, column)
     write_litdata(tmp_path / "data", map(mixed, range(3)))
     for spec, message in (
-        ("litdata:data", r"has no column 'item'; its columns are meta.n, meta.score, text, tokens, words, square"),
-        ("litdata:data:square", r"is of 'tensor', expected str, or ids: .* in one dimension.*nothing is unpickled"),
+        (
+            "litdata:data",
+            r"has no column 'item'; its columns are meta.n, meta.score, text, tokens, words, square",
+        ),
+        (
+            "litdata:data:square",
+            r"is of 'tensor', expected str, or ids: .* in one dimension.*nothing is unpickled",
+        ),
         ("litdata:data:meta.n", r"'meta.n' is of type int64, expected text"),
     ):
         with pytest.raises(SourceError, match=message):
             opened(tmp_path, spec)
     shown = columns_of(scheme_of(spec_of("litdata:data")), "data/index.json", tmp_path)
-    assert {name for name, content in shown.items() if content is not None} == {"text", "tokens", "words"}
+    assert {name for name, content in shown.items() if content is not None} == {
+        "text",
+        "tokens",
+        "words",
+    }
 
 
 def test_a_folder_alone_shows_its_scheme_and_its_field(tmp_path: Path) -> None:
@@ -143,29 +170,67 @@ def test_a_folder_alone_shows_its_scheme_and_its_field(tmp_path: Path) -> None:
 Change = Callable[[dict[str, Any]], object]
 #: What is written over the index, and what the error says.
 LIES: dict[str, tuple[Change, str]] = {
-    "samples": (lambda e: e["chunks"][0].update(chunk_size=9), r"chunk-0-0.bin' begins with a number of 10 samples"),
-    "absurd samples": (lambda e: e["chunks"][0].update(chunk_size=2**40), r"chunks.0.chunk_size: Input should be less"),
-    "bytes": (lambda e: e["chunks"][0].update(chunk_bytes=7), r"chunk-0-0.bin' has \d+ bytes, but .* says 7"),
-    "ids": (lambda e: e["chunks"][0].update(dim=7), r"chunk-0-0.bin': its \d+ bytes are not the 7 ids that"),
-    "a name": (lambda e: e["chunks"][0].update(filename="x.bin"), r"lists 'x.bin', which is missing; copy the folder"),
-    "a type": (lambda e: e["config"].update(data_format=["no_header_tensor:17"]), r"are not the \d+ ids"),
+    "samples": (
+        lambda e: e["chunks"][0].update(chunk_size=9),
+        r"chunk-0-0.bin' begins with a number of 10 samples",
+    ),
+    "absurd samples": (
+        lambda e: e["chunks"][0].update(chunk_size=2**40),
+        r"chunks.0.chunk_size: Input should be less",
+    ),
+    "bytes": (
+        lambda e: e["chunks"][0].update(chunk_bytes=7),
+        r"chunk-0-0.bin' has \d+ bytes, but .* says 7",
+    ),
+    "ids": (
+        lambda e: e["chunks"][0].update(dim=7),
+        r"chunk-0-0.bin': its \d+ bytes are not the 7 ids that",
+    ),
+    "a name": (
+        lambda e: e["chunks"][0].update(filename="x.bin"),
+        r"lists 'x.bin', which is missing; copy the folder",
+    ),
+    "a type": (
+        lambda e: e["config"].update(data_format=["no_header_tensor:17"]),
+        r"are not the \d+ ids",
+    ),
     "a type of text": (lambda e: e["config"].update(data_format=["str"]), r"are not the \d+ ids"),
-    "no tree": (lambda e: e["config"].update(data_spec="[1, {}]"), r"config.data_spec: it is no tree of fields"),
+    "no tree": (
+        lambda e: e["config"].update(data_spec="[1, {}]"),
+        r"config.data_spec: it is no tree of fields",
+    ),
     "no JSON": (lambda e: e["config"].update(data_spec="["), r"config.data_spec: "),
-    "deep": (lambda e: e["config"].update(data_spec="[" * 20_000), r"config.data_spec: it is no tree of fields"),
+    "deep": (
+        lambda e: e["config"].update(data_spec="[" * 20_000),
+        r"config.data_spec: it is no tree of fields",
+    ),
     "encryption": (
         lambda e: e["config"].update(encryption={"algorithm": "fernet"}),
         r"config.encryption: Input should",
     ),
-    "a loader": (lambda e: e["config"].update(item_loader="ParquetLoader"), r"config.item_loader: Input should be"),
-    "a compression": (lambda e: e["config"].update(compression="lz4"), r"config.compression: String should match"),
-    "a file twice": (lambda e: e["chunks"].append(e["chunks"][0]), r"lists 'data/chunk-0-0.bin' 2 times; write"),
+    "a loader": (
+        lambda e: e["config"].update(item_loader="ParquetLoader"),
+        r"config.item_loader: Input should be",
+    ),
+    "a compression": (
+        lambda e: e["config"].update(compression="lz4"),
+        r"config.compression: String should match",
+    ),
+    "a file twice": (
+        lambda e: e["chunks"].append(e["chunks"][0]),
+        r"lists 'data/chunk-0-0.bin' 2 times; write",
+    ),
     "no config": (lambda e: e.pop("config"), r"config: Field required"),
 }
 
 
 def test_an_index_that_lies_is_refused_by_name(tmp_path: Path) -> None:
-    write_litdata(tmp_path / "data", (np.arange(5, dtype=np.uint16) for _ in range(10)), tokens=True, chunk_size=60)
+    write_litdata(
+        tmp_path / "data",
+        (np.arange(5, dtype=np.uint16) for _ in range(10)),
+        tokens=True,
+        chunk_size=60,
+    )
     good = (tmp_path / "data/index.json").read_text()
     for change, message in LIES.values():
         index = json.loads(good)
@@ -177,9 +242,13 @@ def test_an_index_that_lies_is_refused_by_name(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "batches/index.json").read_text())
     index["chunks"][0]["chunk_size"] = 6
     (tmp_path / "batches/index.json").write_text(json.dumps(index))
-    with pytest.raises(SourceError, match=r"batches/chunk-0-0.bin' has 5 samples, but its index says 6"):
+    with pytest.raises(
+        SourceError, match=r"batches/chunk-0-0.bin' has 5 samples, but its index says 6"
+    ):
         all_rows(tmp_path, "litdata:batches:text")
-    with pytest.raises(SourceError, match=r"batches/chunk-0-0.bin' has 5 samples, but its index says 6"):
+    with pytest.raises(
+        SourceError, match=r"batches/chunk-0-0.bin' has 5 samples, but its index says 6"
+    ):
         opened(tmp_path, "litdata:batches:text").row_count(1)
 
 
@@ -213,9 +282,16 @@ def test_a_damaged_chunk_is_refused_by_name(tmp_path: Path) -> None:
         ("frames", table + 8, 2**30, "frame 0 cannot be decompressed"),
         ("frames", table + 12, 2**31, "frame 0 cannot be decompressed"),
         ("frames", table + 20, 2**32 - 1, "its frames do not lie one after the other"),
-        ("batches", len(good["batches"]) - 12, 2**31, "does not end with record batches|is not a readable Arrow"),
+        (
+            "batches",
+            len(good["batches"]) - 12,
+            2**31,
+            "does not end with record batches|is not a readable Arrow",
+        ),
     ):
-        path = with_bytes(tmp_path / name, good[name][:place] + struct.pack("<I", value) + good[name][place + 4 :])
+        path = with_bytes(
+            tmp_path / name, good[name][:place] + struct.pack("<I", value) + good[name][place + 4 :]
+        )
         with pytest.raises(SourceError, match=rf"'{name}/{path.name}'.*({message})"):
             all_rows(tmp_path, f"litdata:{name}")
     for name, content in good.items():
@@ -231,7 +307,9 @@ def test_whatever_happened_to_a_chunk_is_rows_or_an_error_that_names_it(
 ) -> None:
     """Never another exception, never another number of rows."""
     write_litdata(tmp_path / "data", map(mixed, range(10)), **options)
-    write_litdata(tmp_path / "batches", map(record, range(10)), compression=options.get("compression"))
+    write_litdata(
+        tmp_path / "batches", map(record, range(10)), compression=options.get("compression")
+    )
     rng = random.Random(16)
     for name, fields in (("data", ("text", "tokens")), ("batches", ("text", "ids"))):
         path = next((tmp_path / name).glob("chunk*"))

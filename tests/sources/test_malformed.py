@@ -34,19 +34,35 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize("kind", MUTATIONS)
-def test_mutated_files_give_their_rows_or_an_error_that_names_them(kind: str, tmp_path: Path) -> None:
+def test_mutated_files_give_their_rows_or_an_error_that_names_them(
+    kind: str, tmp_path: Path
+) -> None:
     count = MUTATIONS[kind]
     variants = {name: form for name, form in formats().items() if name.split()[0] == kind}
-    command = [sys.executable, "-m", "support.mutations", str(tmp_path), str(SEED), str(count), *variants]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=CHILD_S, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "support.mutations",
+        str(tmp_path),
+        str(SEED),
+        str(count),
+        *variants,
+    ]
+    done = subprocess.run(
+        command, cwd=TESTS, capture_output=True, text=True, timeout=CHILD_S, check=False
+    )
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, f"{said[-1:]} of seed {SEED} ended it: {done.stderr[-3000:]}"
     for name, form in variants.items():
-        outcomes = Counter(line["outcome"] for line in said if line["of"] == name and "outcome" in line)
+        outcomes = Counter(
+            line["outcome"] for line in said if line["of"] == name and "outcome" in line
+        )
         assert outcomes.total() == count
         # Where checksums cover the rows, there are no others.
         allowed = {"rows", "error"} | (set() if form.checked else {"others"})
-        assert set(outcomes) <= allowed, [line for line in said if line.get("outcome") not in {*allowed, None}]
+        assert set(outcomes) <= allowed, [
+            line for line in said if line.get("outcome") not in {*allowed, None}
+        ]
         assert outcomes["error"] > count // 10
 
 
@@ -72,12 +88,27 @@ def absurd_message(path: Path) -> None:
 
 PLAIN = b"text\n" * 9
 MADE: dict[str, tuple[str, str, bytes | Callable[[Path], None], str]] = {
-    "an absurd footer": ("a.parquet", SPECS["parquet"], absurd_footer, "is not a readable Parquet file"),
-    "an absurd message": ("a.arrow", SPECS["arrow"], absurd_message, "is not a readable Arrow file"),
+    "an absurd footer": (
+        "a.parquet",
+        SPECS["parquet"],
+        absurd_footer,
+        "is not a readable Parquet file",
+    ),
+    "an absurd message": (
+        "a.arrow",
+        SPECS["arrow"],
+        absurd_message,
+        "is not a readable Arrow file",
+    ),
     "text in place of parquet": ("a.parquet", SPECS["parquet"], PLAIN, "not a readable"),
     "parquet in place of arrow": ("a.arrow", SPECS["arrow"], absurd_footer, "not a readable"),
     "text in place of arrow": ("a.arrow", SPECS["arrow"], PLAIN, "not a readable"),
-    "a gzip in place of text": ("a.txt", "txt:a.txt:text", gzip.compress(b"text"), "line 1 is not UTF-8"),
+    "a gzip in place of text": (
+        "a.txt",
+        "txt:a.txt:text",
+        gzip.compress(b"text"),
+        "line 1 is not UTF-8",
+    ),
     "text in place of a gzip": ("a.txt.gz", "txt:a.txt.gz:text", PLAIN, "cannot be decompressed"),
     "only magic": ("a.parquet", SPECS["parquet"], b"PAR1" * 3, "not a readable Parquet file"),
 }
@@ -125,22 +156,32 @@ def page_that_claims(path: Path, number: int, **sizes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_dictionary": True}, {"use_dictionary": False}, {"data_page_version": "2.0"}], ids=str
+    "options",
+    [{"use_dictionary": True}, {"use_dictionary": False}, {"data_page_version": "2.0"}],
+    ids=str,
 )
-@pytest.mark.parametrize("sizes", [{"size": 2**31 - 1}, {"stored": 2**31 - 1}, {"size": 2**28 + 1}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"size": 2**31 - 1}, {"stored": 2**31 - 1}, {"size": 2**28 + 1}], ids=str
+)
 def test_a_page_that_says_it_is_huge_is_refused_before_memory_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sizes: dict[str, int]
 ) -> None:
     path, rows = tmp_path / "a.parquet", [f"row {i} " + "x" * 300 for i in range(3000)]
     for number, buffer_bytes in ((0, 1 << 20), (1, 1 << 20), (1, 100)):
         monkeypatch.setattr("tokenloom_server.sources.parquet.reader.BUFFER_BYTES", buffer_bytes)
-        pq.write_table(pa.table({"column": rows, "other": rows}), path, data_page_size=1 << 14, **options)
+        pq.write_table(
+            pa.table({"column": rows, "other": rows}), path, data_page_size=1 << 14, **options
+        )
         assert read(tmp_path, SPECS["parquet"]) == rows
         page_that_claims(path, number, **sizes)
-        for name, rules in (("column", {}), ("other", {"filter": (Comparison.parse('column != "x"'),)})):
+        for name, rules in (
+            ("column", {}),
+            ("other", {"filter": (Comparison.parse('column != "x"'),)}),
+        ):
             before = pa.default_memory_pool().max_memory()
             with pytest.raises(
-                SourceError, match=r"a\.parquet' cannot be read in row group 0 \(.*the page at byte \d+"
+                SourceError,
+                match=r"a\.parquet' cannot be read in row group 0 \(.*the page at byte \d+",
             ):
                 read(tmp_path, f"parquet:a.parquet:{name}", skip_bad=True, **rules)
             assert pa.default_memory_pool().max_memory() - before < 64 << 20
@@ -151,7 +192,9 @@ def test_a_page_that_says_it_is_huge_is_refused_before_memory_is_asked_for(
 def test_page_checksums_are_verified_on_every_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], reader: str
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.sources.parquet.lists.MIN_VALUES", 1 if reader == "fast" else 1 << 30)
+    monkeypatch.setattr(
+        "tokenloom_server.sources.parquet.lists.MIN_VALUES", 1 if reader == "fast" else 1 << 30
+    )
     path = tmp_path / "a.parquet"
     for rules in ({}, {"filter": (Comparison.parse("other >= 0"),)}):
         options = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
@@ -162,5 +205,7 @@ def test_page_checksums_are_verified_on_every_way(
         whole[column.data_page_offset + column.total_compressed_size // 2] ^= 1
         path.write_bytes(whole)
         for skip in (False, True):
-            with pytest.raises(SourceError, match=r"a\.parquet' cannot be read in row group 0 .*checksum"):
+            with pytest.raises(
+                SourceError, match=r"a\.parquet' cannot be read in row group 0 .*checksum"
+            ):
                 read(tmp_path, SPECS["parquet"], skip_bad=skip, **rules)

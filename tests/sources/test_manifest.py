@@ -64,7 +64,8 @@ def test_no_match_names_the_pattern_and_what_lies_in_the_nearest_folder(folder: 
 
 def test_a_folder_in_place_of_files_is_refused_with_a_pattern(folder: Path) -> None:
     with pytest.raises(
-        SourceError, match=r"is a folder, expected files; name them by a pattern such as 'data/\*\.txt'"
+        SourceError,
+        match=r"is a folder, expected files; name them by a pattern such as 'data/\*\.txt'",
     ):
         paths_of(spec_of("txt:data/:text"), folder)
 
@@ -73,13 +74,19 @@ def test_a_manifest_survives_its_json_form_and_has_one_digest(folder: Path) -> N
     built = manifest.build([GLOB, spec_of("jsonl:data/c.jsonl:text")], folder)
     read = Manifest.from_document(json.loads(json.dumps(built.document())))
     assert read == built
-    assert read.digest == built.digest == manifest.build([GLOB, spec_of("jsonl:data/c.jsonl:text")], folder).digest
+    assert (
+        read.digest
+        == built.digest
+        == manifest.build([GLOB, spec_of("jsonl:data/c.jsonl:text")], folder).digest
+    )
     assert [shard.path for shard in built.shards("jsonl:data/c.jsonl:text")] == ["data/c.jsonl"]
     with pytest.raises(SourceError, match="has no source 'txt:x:text'; it has 'txt:data"):
         built.shards("txt:x:text")
 
 
-@pytest.mark.parametrize("document", [None, [], {}, {"format": 1}, {"format": 1, "sources": [{"spec": "x"}]}])
+@pytest.mark.parametrize(
+    "document", [None, [], {}, {"format": 1}, {"format": 1, "sources": [{"spec": "x"}]}]
+)
 def test_what_is_no_manifest_is_refused(document: Any) -> None:
     with pytest.raises(SourceError, match="this is not a manifest"):
         Manifest.from_document(document)
@@ -90,7 +97,9 @@ def test_a_manifest_of_another_format_is_refused() -> None:
         Manifest.from_document({"format": 2, "sources": []})
 
 
-def test_a_changed_modification_time_is_no_change_and_new_files_are_only_listed(folder: Path) -> None:
+def test_a_changed_modification_time_is_no_change_and_new_files_are_only_listed(
+    folder: Path,
+) -> None:
     built = manifest.build([GLOB], folder)
     os.utime(folder / "data" / "a.txt", (1, 1))
     manifest.verify(built, folder, SOURCES)
@@ -106,7 +115,8 @@ def test_every_change_of_a_file_is_refused_by_name(folder: Path) -> None:
     built = manifest.build([GLOB], folder)
     changes = {
         b"": f"'data/a10.txt' was shortened: found 0 bytes, expected {len(content)}",
-        content + b"x": f"'data/a10.txt' has grown: found {len(content) + 1} bytes, expected {len(content)}",
+        content
+        + b"x": f"'data/a10.txt' has grown: found {len(content) + 1} bytes, expected {len(content)}",
         content.replace(b"c", b"C"): "'data/a10.txt' has other content: found fingerprint xxh3:",
     }
     for changed, expected in changes.items():
@@ -117,7 +127,9 @@ def test_every_change_of_a_file_is_refused_by_name(folder: Path) -> None:
         assert "put the file back as it was, or begin a new run" in str(caught.value)
     path.unlink()
     (folder / "data" / "b.txt").unlink()
-    with pytest.raises(SourceChanged, match=r"'data/a10\.txt' is missing .*\(1 more files differ\)"):
+    with pytest.raises(
+        SourceChanged, match=r"'data/a10\.txt' is missing .*\(1 more files differ\)"
+    ):
         manifest.verify(built, folder, SOURCES)
 
 
@@ -160,7 +172,10 @@ def test_a_file_that_only_points_to_data_is_refused_with_what_brings_them(
         if not command:
             assert manifest.build([spec], folder)
             continue
-        with pytest.raises(SourceError, match=f"'data/p.txt' is no data, but a pointer .* the data with '{command}'"):
+        with pytest.raises(
+            SourceError,
+            match=f"'data/p.txt' is no data, but a pointer .* the data with '{command}'",
+        ):
             manifest.build([spec], folder)
 
 
@@ -176,16 +191,27 @@ def test_what_a_run_recorded_is_not_questioned(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "bring"),
-    [("nowhere", "bring it there"), ("../.git/annex/objects/4/d/SHA256E-s1--4d/SHA256E-s1--4d", "'git annex get'")],
+    [
+        ("nowhere", "bring it there"),
+        ("../.git/annex/objects/4/d/SHA256E-s1--4d/SHA256E-s1--4d", "'git annex get'"),
+    ],
 )
-def test_a_link_that_leads_nowhere_is_refused_with_what_brings_its_file(folder: Path, target: str, bring: str) -> None:
+def test_a_link_that_leads_nowhere_is_refused_with_what_brings_its_file(
+    folder: Path, target: str, bring: str
+) -> None:
     (folder / "data" / "gone.txt").symlink_to(target)
-    of = {"txt:data/*.txt:text": "gone.txt", "txt:data/gone.txt:text": "gone.txt", "arrow:data:text": "b.arrow"}
+    of = {
+        "txt:data/*.txt:text": "gone.txt",
+        "txt:data/gone.txt:text": "gone.txt",
+        "arrow:data:text": "b.arrow",
+    }
     of |= {"mds:data:text": "index.json", "arrow:data/:text": "state.json"}
     for text, name in of.items():
         if name != "gone.txt":
             (folder / "data" / name).symlink_to(target)
-        with pytest.raises(SourceError, match=f"data/{name}' is a link to '{target}', where no file is: .*{bring}"):
+        with pytest.raises(
+            SourceError, match=f"data/{name}' is a link to '{target}', where no file is: .*{bring}"
+        ):
             manifest.build([spec_of(text)], folder)
 
 
@@ -195,16 +221,25 @@ def test_a_link_that_leads_nowhere_is_refused_with_what_brings_its_file(folder: 
         (["web-00000-of-00002.txt", "web-00001-of-00002.txt"], ""),
         (["web-1-of-2.txt", "web-2-of-2.txt"], ""),
         (["a-00000-of-00002-0123456789ab.txt", "a-00001-of-00002-ba9876543210.txt"], ""),
-        (["web-00000-of-00005.txt", "web-00004-of-00005.txt"], "3 of the 5 files 'web-…-of-00005.txt'"),
+        (
+            ["web-00000-of-00005.txt", "web-00004-of-00005.txt"],
+            "3 of the 5 files 'web-…-of-00005.txt'",
+        ),
         (["d/x_of_y-3.txt", "part_2.txt"], ""),
         (
             ["a-0-of-2.txt", "b-0-of-2.txt", "b-1-of-2.txt", "c_1.of.3.txt"],
             "1 of the 2 files 'a-…-of-2.txt', 2 of the 3",
         ),
-        (["a-0-of-3-0b.txt", "a-1-of-3-1b.txt", "a-1-of-3-zz.txt"], "1 of the 3 files 'a-…-of-3.txt'"),
+        (
+            ["a-0-of-3-0b.txt", "a-1-of-3-1b.txt", "a-1-of-3-zz.txt"],
+            "1 of the 3 files 'a-…-of-3.txt'",
+        ),
         # As DCLM's.
         ([f"g_01_of_9/l_{i}_of_2/a.jsonl" for i in range(2)], "8 of the 9 folders 'g_…_of_9/' are"),
-        ([f"g_{i}_of_2/l_{i}_of_2/a.txt" for i in range(2)], "1 of the 2 folders 'g_0_of_2/l_…_of_2/', 1 of the 2"),
+        (
+            [f"g_{i}_of_2/l_{i}_of_2/a.txt" for i in range(2)],
+            "1 of the 2 folders 'g_0_of_2/l_…_of_2/', 1 of the 2",
+        ),
         (["a-0-of-2.bin", "a-0-of-2.idx", "a-1-of-2.bin"], "1 of the 2 files 'a-…-of-2.idx'"),
     ],
 )
@@ -232,7 +267,9 @@ LARGE = spec_of("txt:large/*.txt:text")
 
 
 @pytest.mark.parametrize(("size", "edited"), [(4 << 20, 1), (12 << 20, 2 * (12 << 20) // 64)])
-def test_an_edit_that_the_fingerprint_does_not_see_is_noticed_by_spots(tmp_path: Path, size: int, edited: int) -> None:
+def test_an_edit_that_the_fingerprint_does_not_see_is_noticed_by_spots(
+    tmp_path: Path, size: int, edited: int
+) -> None:
     # Of four mebibytes every byte is seen, of a larger file whatever is as long as two of its 64 parts.
     path = large(tmp_path, "a.txt", size)
     built = manifest.build([LARGE], tmp_path)
@@ -241,7 +278,11 @@ def test_an_edit_that_the_fingerprint_does_not_see_is_noticed_by_spots(tmp_path:
         manifest.verify(built, tmp_path, SOURCES)
         with pytest.raises(SourceChanged) as caught:
             manifest.verify_spots(built, tmp_path, math.inf)
-        for part in ("'large/a.txt' was changed within", "found spot digest 64:", "put the file back as it was"):
+        for part in (
+            "'large/a.txt' was changed within",
+            "found spot digest 64:",
+            "put the file back as it was",
+        ):
             assert part in str(caught.value)
         assert f"recorded {built.sources[0].shards[0].spots.partition(':')[2]}" in str(caught.value)
         edit(path, offset, edited)
@@ -261,7 +302,10 @@ def test_spots_are_bounded_recorded_beside_the_fingerprint_and_no_part_of_the_di
     assert [shard.spots for shard in read] == [shard.spots for shard in built.sources[0].shards]
     with caplog.at_level("WARNING"):
         manifest.verify_spots(built, tmp_path, -math.inf)
-    assert "time was up before all files were compared with their spots: 'large/a.txt' was not" in caplog.text
+    assert (
+        "time was up before all files were compared with their spots: 'large/a.txt' was not"
+        in caplog.text
+    )
     before_spots = Manifest.from_document(built.document(spots=False))
     edit(tmp_path / "large/a.txt", 1 << 17)
     manifest.verify_spots(before_spots, tmp_path, math.inf)
@@ -279,7 +323,10 @@ def test_a_file_that_is_written_while_it_is_served_is_a_warning_or_refused_by_it
             os.utime(path, ns=(modified, modified))
         with caplog.at_level("WARNING"):
             files.open_shard(LARGE, shard, tmp_path, io_stats).close()
-    assert "'large/a.txt' was written or copied since the run began; what was recorded of it is" in io_stats.warning
+    assert (
+        "'large/a.txt' was written or copied since the run began; what was recorded of it is"
+        in io_stats.warning
+    )
     assert caplog.messages == [io_stats.warning]
     edit(path, 1 << 18)
     os.utime(path, ns=(2, 2))
@@ -288,7 +335,9 @@ def test_a_file_that_is_written_while_it_is_served_is_a_warning_or_refused_by_it
 
 
 @pytest.mark.parametrize("name", ["\x1b[2J.txt", "a\nforged.txt", "\u202etxt.exe.txt", "\x9b.txt"])
-def test_a_file_whose_name_a_terminal_would_obey_is_refused_and_listed_escaped(folder: Path, name: str) -> None:
+def test_a_file_whose_name_a_terminal_would_obey_is_refused_and_listed_escaped(
+    folder: Path, name: str
+) -> None:
     (folder / "data" / name).write_text("x\n")
     with pytest.raises(
         SourceError, match="rename a file: expected UTF-8 text on one line, without control chara"

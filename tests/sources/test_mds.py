@@ -65,37 +65,56 @@ def test_rows_are_what_the_library_reads_from_every_row_on(
     write_mds(tmp_path / "raw", COLUMNS, map(sample, range(40)), size_limit=2500)
     write_mds(tmp_path / "data", COLUMNS, map(sample, range(40)), **options)
     entries = json.loads((tmp_path / "raw/index.json").read_text())["shards"]
-    reader = [mosaic().base.format.reader_from_json(str(tmp_path / "raw"), None, entry) for entry in entries]
+    reader = [
+        mosaic().base.format.reader_from_json(str(tmp_path / "raw"), None, entry)
+        for entry in entries
+    ]
     for spec in FIELDS:
         source, field = opened(tmp_path, f"mds:data:{spec}"), spec.partition(":")[0]
         assert source.content is (Content.TEXT if field == "text" else Content.IDS)
-        assert [source.row_count(shard) for shard in range(len(source.shards))] == [0, *map(len, reader)]
+        assert [source.row_count(shard) for shard in range(len(source.shards))] == [
+            0,
+            *map(len, reader),
+        ]
         assert len(reader) > 2
         for shard, samples in enumerate(reader, 1):
             rows = [plain(samples[i][field]) for i in range(len(samples))]
             for row in range(len(rows) + 1):
                 assert rows_of(source, row, shard) == rows[row:]
         assert rows_of(source, shard=0) == []
-        assert [source.blocks(shard)[-1] for shard in range(len(source.shards))] == [0, *map(len, reader)]
+        assert [source.blocks(shard)[-1] for shard in range(len(source.shards))] == [
+            0,
+            *map(len, reader),
+        ]
         with pytest.raises(SourceError, match=r"has \d+ rows, but row 99 was asked for"):
             rows_of(source, 99, 1)
 
 
 def test_shards_in_an_object_store_and_in_folders_of_their_own_are_the_same(tmp_path: Path) -> None:
     for part in ("a", "b"):
-        write_mds(tmp_path / "data" / part, COLUMNS, map(sample, range(30)), size_limit=4000, compression="zstd")
+        write_mds(
+            tmp_path / "data" / part,
+            COLUMNS,
+            map(sample, range(30)),
+            size_limit=4000,
+            compression="zstd",
+        )
     merge_folders(tmp_path / "data")
     place = f"/{tmp_path.name}"
     fsspec.filesystem("memory").put(str(tmp_path / "data"), place, recursive=True)
     rows = all_rows(tmp_path, "mds:data:text")
     assert rows == [sample(i)["text"] for i in range(30)] * 2
     assert all_rows(tmp_path, f"mds:memory:/{place}:text") == rows
-    with pytest.raises(SourceError, match=r"there is no 'memory://nowhere/index.json'; give the folder that has"):
+    with pytest.raises(
+        SourceError, match=r"there is no 'memory://nowhere/index.json'; give the folder that has"
+    ):
         opened(tmp_path, "mds:memory://nowhere:text")
 
 
 def test_a_raw_shard_beside_its_compressed_form_is_read(tmp_path: Path) -> None:
-    write_mds(tmp_path / "data", COLUMNS, map(sample, range(9)), compression="zstd", keep_local=True)
+    write_mds(
+        tmp_path / "data", COLUMNS, map(sample, range(9)), compression="zstd", keep_local=True
+    )
     write_mds(tmp_path / "raw", COLUMNS, map(sample, range(9)))
     config = (tmp_path / "data/index.json").read_text()
     assert paths_of(spec_of("mds:data:text"), tmp_path)[1] == "data/shard.00000.mds.zstd"
@@ -136,18 +155,27 @@ def test_a_spec_may_say_the_type_of_bytes(tmp_path: Path) -> None:
         with pytest.raises(SourceError, match=message):
             all_rows(tmp_path, f"mds:data:{column}")
     shown = columns_of(scheme_of(spec_of("mds:data:text")), "data/index.json", tmp_path)
-    assert {name for name, content in shown.items() if content is not None} == {"fixed", "text", "tokens"}
+    assert {name for name, content in shown.items() if content is not None} == {
+        "fixed",
+        "text",
+        "tokens",
+    }
 
 
 def test_what_does_not_lie_there_is_named(tmp_path: Path) -> None:
     write_mds(tmp_path / "data/train", COLUMNS, map(sample, range(30)), size_limit=4000)
-    with pytest.raises(SourceError, match=r"there is no 'data/index.json'; give the folder .*in it: train/"):
+    with pytest.raises(
+        SourceError, match=r"there is no 'data/index.json'; give the folder .*in it: train/"
+    ):
         opened(tmp_path, "mds:data:text")
-    with pytest.raises(SourceError, match=r"there is no 'elsewhere/deep/index.json'.*the nearest folder"):
+    with pytest.raises(
+        SourceError, match=r"there is no 'elsewhere/deep/index.json'.*the nearest folder"
+    ):
         opened(tmp_path, "mds:elsewhere/deep:text")
     (tmp_path / "data/train/shard.00001.mds").unlink()
     with pytest.raises(
-        SourceError, match=r"index.json' lists 'shard.00001.mds', which is missing; copy the folder whole"
+        SourceError,
+        match=r"index.json' lists 'shard.00001.mds', which is missing; copy the folder whole",
     ):
         opened(tmp_path, "mds:data/train:text")
 
@@ -155,20 +183,41 @@ def test_what_does_not_lie_there_is_named(tmp_path: Path) -> None:
 Change = Callable[[dict[str, Any]], object]
 #: What is written over the first shard's entry of the index, and what the error says.
 LIES: dict[str, tuple[Change, str]] = {
-    "samples": (lambda e: e.update(samples=e["samples"] + 1), r"shard.00000.mds' begins with a number of 9 samples"),
-    "absurd samples": (lambda e: e.update(samples=2**40), r"index.json' .*shards.0.samples: Input should be less than"),
-    "bytes": (lambda e: e["raw_data"].update(bytes=7), r"shard.00000.mds' has \d+ bytes, but 'data/index.json' says 7"),
+    "samples": (
+        lambda e: e.update(samples=e["samples"] + 1),
+        r"shard.00000.mds' begins with a number of 9 samples",
+    ),
+    "absurd samples": (
+        lambda e: e.update(samples=2**40),
+        r"index.json' .*shards.0.samples: Input should be less than",
+    ),
+    "bytes": (
+        lambda e: e["raw_data"].update(bytes=7),
+        r"shard.00000.mds' has \d+ bytes, but 'data/index.json' says 7",
+    ),
     "a hash": (
         lambda e: e["raw_data"].update(hashes={"sha1": "0" * 40}),
         r"shard.00000.mds' has the sha1 [0-9a-f]{40}",
     ),
-    "an encoding": (lambda e: e.update(column_encodings=["bytes", "str"]), r"shard.00000.mds' has the header"),
+    "an encoding": (
+        lambda e: e.update(column_encodings=["bytes", "str"]),
+        r"shard.00000.mds' has the header",
+    ),
     "a size": (lambda e: e.update(column_sizes=[4, None]), r"shard.00000.mds' has the header"),
     "columns": (lambda e: e.update(column_names=["m", "text"]), r"shard.00000.mds' has the header"),
     "no columns": (lambda e: e.update(column_names=[]), r"has no column 'text'"),
-    "no name": (lambda e: e["raw_data"].update(basename=None), r"shards.0.raw_data.basename: Input should be a valid"),
-    "another name": (lambda e: e["raw_data"].update(basename="x"), r"index.json' lists 'x', which is missing"),
-    "another format": (lambda e: e.update(format="jsonl"), r"shards.0.format: Input should be 'mds'"),
+    "no name": (
+        lambda e: e["raw_data"].update(basename=None),
+        r"shards.0.raw_data.basename: Input should be a valid",
+    ),
+    "another name": (
+        lambda e: e["raw_data"].update(basename="x"),
+        r"index.json' lists 'x', which is missing",
+    ),
+    "another format": (
+        lambda e: e.update(format="jsonl"),
+        r"shards.0.format: Input should be 'mds'",
+    ),
     "a later version": (lambda e: e.update(version=3), r"shards.0.version: Input should be 2"),
     "a compression": (
         lambda e: e.update(compression="snappy"),
@@ -178,7 +227,9 @@ LIES: dict[str, tuple[Change, str]] = {
 
 
 def test_an_index_that_lies_is_refused_by_name(tmp_path: Path) -> None:
-    write_mds(tmp_path / "data", {"n": "int", "text": "str"}, ({"n": i, "text": "wiki"} for i in range(9)))
+    write_mds(
+        tmp_path / "data", {"n": "int", "text": "str"}, ({"n": i, "text": "wiki"} for i in range(9))
+    )
     good = (tmp_path / "data/index.json").read_text()
     for change, message in LIES.values():
         index = json.loads(good)
@@ -204,7 +255,10 @@ def with_bytes(folder: Path, content: bytes, form: str = "raw_data") -> None:
 
 def test_a_damaged_shard_is_refused_by_name_and_row(tmp_path: Path) -> None:
     columns = {"any": "ndarray", "text": "str", "tokens": "ndarray:uint16"}
-    rows = [{"any": np.arange(1, 4), "text": "wiki", "tokens": np.arange(5, dtype=np.uint16)} for _ in range(9)]
+    rows = [
+        {"any": np.arange(1, 4), "text": "wiki", "tokens": np.arange(5, dtype=np.uint16)}
+        for _ in range(9)
+    ]
     write_mds(tmp_path / "data", columns, rows)
     shard = tmp_path / "data/shard.00000.mds"
     good = shard.read_bytes()
@@ -235,7 +289,12 @@ def test_a_damaged_shard_is_refused_by_name_and_row(tmp_path: Path) -> None:
 
 
 def test_a_damaged_compressed_shard_is_refused_by_name(tmp_path: Path) -> None:
-    write_mds(tmp_path / "data", {"text": "str"}, ({"text": f"row {i}"} for i in range(99)), compression="zstd")
+    write_mds(
+        tmp_path / "data",
+        {"text": "str"},
+        ({"text": f"row {i}"} for i in range(99)),
+        compression="zstd",
+    )
     good = (tmp_path / "data/shard.00000.mds.zstd").read_bytes()
     for content, message in (
         (b"no zstd at all", "cannot be decompressed somewhere after byte 0"),
@@ -246,7 +305,10 @@ def test_a_damaged_compressed_shard_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(SourceError, match=rf"'data/shard.00000.mds.zstd'.*({message})"):
             all_rows(tmp_path, "mds:data:text")
     with_bytes(tmp_path / "data", good, "zip_data")
-    for size, message in ((2**32 - 1, r"has \d+ bytes, which cannot become the 4294967295"), (500, "the offsets of")):
+    for size, message in (
+        (2**32 - 1, r"has \d+ bytes, which cannot become the 4294967295"),
+        (500, "the offsets of"),
+    ):
         index = json.loads((tmp_path / "data/index.json").read_text())
         index["shards"][0]["raw_data"]["bytes"] = size
         (tmp_path / "data/index.json").write_text(json.dumps(index))

@@ -18,7 +18,16 @@ from tokenloom_server.order import builder
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.megatron import reader as megatron
 
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+CODES = {
+    "uint8": 1,
+    "int8": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "float64": 6,
+    "float32": 7,
+    "uint16": 8,
+}
 SPEC = "megatron:data/corpus"
 
 #: Documents of sequences: one, several, an empty one among others, none at all.
@@ -27,7 +36,12 @@ ROWS = [[i for sequence in document for i in sequence] for document in DOCUMENTS
 
 
 def index_bytes(
-    lengths: list[int], edges: list[int], code: int = 8, *, version: int = 1, magic: bytes = b"MMIDIDX\0\0"
+    lengths: list[int],
+    edges: list[int],
+    code: int = 8,
+    *,
+    version: int = 1,
+    magic: bytes = b"MMIDIDX\0\0",
 ) -> bytes:
     """An .idx as the format says: header, lengths, pointers, document edges."""
     size = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4}.get(code, 2)
@@ -52,7 +66,8 @@ def write(prefix: Path, documents: list[list[list[int]]], kind: str = "uint16") 
 
 
 @pytest.mark.parametrize(
-    ("kind", "chunk"), [("uint8", (1, 1)), ("int32", (2, 5)), ("uint16", (2, 5)), ("int64", (1 << 13, 1 << 22))]
+    ("kind", "chunk"),
+    [("uint8", (1, 1)), ("int32", (2, 5)), ("uint16", (2, 5)), ("int64", (1 << 13, 1 << 22))],
 )
 def test_rows_are_documents_from_every_row_on(
     tmp_path: Path, kind: str, chunk: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -78,7 +93,14 @@ def test_a_prefix_may_be_a_pattern_and_each_dataset_has_a_type_of_its_own(tmp_pa
     write(tmp_path / "data/b", [[[9]]])
     source = opened(tmp_path, "megatron:data/*_text_document")
     assert [shard.path[5:6] for shard in source.shards] == ["a", "a", "b", "b", "e", "e"]
-    assert [rows_of(source, shard=shard) for shard in range(6)] == [[[3], [4, 5]], [], [[1, 2]], [], [], []]
+    assert [rows_of(source, shard=shard) for shard in range(6)] == [
+        [[3], [4, 5]],
+        [],
+        [[1, 2]],
+        [],
+        [],
+        [],
+    ]
     starred = tmp_path / "data/[b]*"
     write(starred, [[[7]]])
     assert rows_of(opened(tmp_path, "megatron:data/[b]*")) == [[7]]
@@ -106,15 +128,21 @@ def test_half_a_dataset_and_none_are_named(tmp_path: Path) -> None:
     (tmp_path / "data/corpus.idx").rename(tmp_path / "data/elsewhere.idx")
     with pytest.raises(SourceError, match=r"'data/corpus.idx' is missing beside 'data/corpus.bin'"):
         paths_of(spec_of(SPEC), tmp_path)
-    with pytest.raises(SourceError, match=r"'data/elsewhere.bin' is missing beside 'data/elsewhere.idx'"):
+    with pytest.raises(
+        SourceError, match=r"'data/elsewhere.bin' is missing beside 'data/elsewhere.idx'"
+    ):
         paths_of(spec_of("megatron:data/else*"), tmp_path)
-    with pytest.raises(SourceError, match=r"no file matches .*other\.idx'; the nearest folder .*corpus\.bin"):
+    with pytest.raises(
+        SourceError, match=r"no file matches .*other\.idx'; the nearest folder .*corpus\.bin"
+    ):
         paths_of(spec_of("megatron:data/other"), tmp_path)
 
 
 def test_a_url_is_refused_with_the_remedy(tmp_path: Path) -> None:
     for spec in ("megatron:s3://bucket/corpus", "npy:https://host/*.npy"):
-        with pytest.raises(SourceError, match=r"is a URL, but files of \w+: are mapped; copy or mount them"):
+        with pytest.raises(
+            SourceError, match=r"is a URL, but files of \w+: are mapped; copy or mount them"
+        ):
             opened(tmp_path, spec)
 
 
@@ -129,20 +157,38 @@ LENGTHS, EDGES = [3, 1, 2], [0, 1, 3]
 FAULTS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", r"has 0 bytes, expected at least the 34"),
     "a head alone": (index_bytes(LENGTHS, EDGES)[:20], r"has 20 bytes"),
-    "another magic": (index_bytes(LENGTHS, EDGES, magic=b"TNTIDX\0\0\0"), r"begins with b'TNTIDX.*preprocess_data.py"),
+    "another magic": (
+        index_bytes(LENGTHS, EDGES, magic=b"TNTIDX\0\0\0"),
+        r"begins with b'TNTIDX.*preprocess_data.py",
+    ),
     "a version to come": (index_bytes(LENGTHS, EDGES, version=2), r"has version 2, expected 1"),
     "floats": (index_bytes(LENGTHS, EDGES, 7), r"type code 7, expected one of 1 \(uint8\)"),
     "no type": (index_bytes(LENGTHS, EDGES, 99), r"type code 99"),
-    "cut off": (index_bytes(LENGTHS, EDGES)[:-8], r"3 sequences and 3 document edges take 94: it is truncated"),
+    "cut off": (
+        index_bytes(LENGTHS, EDGES)[:-8],
+        r"3 sequences and 3 document edges take 94: it is truncated",
+    ),
     "absurd counts": (
         index_bytes(LENGTHS, EDGES)[:18] + struct.pack("<QQ", 2**63, 2**63) + bytes(60),
         r"9223372036854775808 sequences",
     ),
-    "modes": (index_bytes(LENGTHS, EDGES) + bytes(3), r"a mode for each of its 3 sequences: it is a multimodal"),
+    "modes": (
+        index_bytes(LENGTHS, EDGES) + bytes(3),
+        r"a mode for each of its 3 sequences: it is a multimodal",
+    ),
     "no edges": (index_bytes(LENGTHS, []), r"no document edges"),
-    "an open document": (index_bytes(LENGTHS, [0, 1]), r"from sequence 0 to 1, expected 0 to 3.*end_document"),
-    "other lengths": (index_bytes([3, 1, 1], EDGES), r"says that 'data/corpus.bin' has 10 bytes.*it has 12"),
-    "another type": (index_bytes(LENGTHS, EDGES, 4), r"says that 'data/corpus.bin' has 24 bytes of int32"),
+    "an open document": (
+        index_bytes(LENGTHS, [0, 1]),
+        r"from sequence 0 to 1, expected 0 to 3.*end_document",
+    ),
+    "other lengths": (
+        index_bytes([3, 1, 1], EDGES),
+        r"says that 'data/corpus.bin' has 10 bytes.*it has 12",
+    ),
+    "another type": (
+        index_bytes(LENGTHS, EDGES, 4),
+        r"says that 'data/corpus.bin' has 24 bytes of int32",
+    ),
 }
 
 
@@ -150,7 +196,9 @@ def test_a_damaged_index_is_named_with_what_was_expected(tmp_path: Path) -> None
     write(tmp_path / "data/corpus", [[[1, 2, 3]], [[4], [5, 6]]])
     for content, message in FAULTS.values():
         (tmp_path / "data/corpus.idx").write_bytes(content)
-        with pytest.raises(SourceError, match=rf"source 'megatron:data/corpus': 'data/corpus.idx'.*{message}"):
+        with pytest.raises(
+            SourceError, match=rf"source 'megatron:data/corpus': 'data/corpus.idx'.*{message}"
+        ):
             opened(tmp_path, SPEC)
 
 
@@ -159,13 +207,21 @@ def test_sequences_that_do_not_lie_one_after_the_other_are_refused(tmp_path: Pat
     good = (tmp_path / "data/corpus.idx").read_bytes()
     pointers = 34 + 12
     for at, value in ((pointers + 8, 4), (pointers, -2), (pointers + 8, 7)):
-        (tmp_path / "data/corpus.idx").write_bytes(good[:at] + struct.pack("<q", value) + good[at + 8 :])
-        with pytest.raises(SourceError, match=r"corpus.idx': the sequences of documents 0 to 1 do not lie"):
+        (tmp_path / "data/corpus.idx").write_bytes(
+            good[:at] + struct.pack("<q", value) + good[at + 8 :]
+        )
+        with pytest.raises(
+            SourceError, match=r"corpus.idx': the sequences of documents 0 to 1 do not lie"
+        ):
             rows_of(opened(tmp_path, SPEC))
     at = pointers + 24 + 8
     for value in (5, -1):
-        (tmp_path / "data/corpus.idx").write_bytes(good[:at] + struct.pack("<q", value) + good[at + 8 :])
-        with pytest.raises(SourceError, match=r"corpus.idx': the document edges of documents 0 to 1 do not lie"):
+        (tmp_path / "data/corpus.idx").write_bytes(
+            good[:at] + struct.pack("<q", value) + good[at + 8 :]
+        )
+        with pytest.raises(
+            SourceError, match=r"corpus.idx': the document edges of documents 0 to 1 do not lie"
+        ):
             rows_of(opened(tmp_path, SPEC))
 
 
@@ -175,7 +231,9 @@ def test_files_without_documents_are_refused(tmp_path: Path) -> None:
         opened(tmp_path, SPEC)
 
 
-def test_whatever_happened_to_an_index_is_an_error_that_names_the_file_or_other_rows(tmp_path: Path) -> None:
+def test_whatever_happened_to_an_index_is_an_error_that_names_the_file_or_other_rows(
+    tmp_path: Path,
+) -> None:
     """A few hundred mutations: never another exception, never ids from outside the file."""
     write(tmp_path / "data/corpus", DOCUMENTS)
     good = (tmp_path / "data/corpus.idx").read_bytes()
@@ -194,7 +252,9 @@ def test_whatever_happened_to_an_index_is_an_error_that_names_the_file_or_other_
                 content[at:at] = rng.randbytes(rng.randrange(1, 9))
             case _:
                 at = rng.randrange(0, len(content) - 8)
-                content[at : at + 8] = struct.pack("<q", rng.choice([-1, 0, 1, 2**31, 2**62, -(2**63)]))
+                content[at : at + 8] = struct.pack(
+                    "<q", rng.choice([-1, 0, 1, 2**31, 2**62, -(2**63)])
+                )
         (tmp_path / "data/corpus.idx").write_bytes(content)
         try:
             rows = rows_of(opened(tmp_path, SPEC))

@@ -46,8 +46,14 @@ def write_llm_c(magic: int, version: int, kind: str) -> Callable[[Path, list[int
 
 
 KINDS: dict[str, tuple[str, str, Callable[[Path, list[int]], None]]] = {
-    **{f"npy {kind}": ("npy:data/*.npy", "npy", write_npy(kind)) for kind in ("uint16", "uint32", "int32", "int64")},
-    **{f"raw {kind}": (f"npy:data/*.bin:{kind}", "bin", write_raw(kind)) for kind in ("uint16", "uint32", "int32")},
+    **{
+        f"npy {kind}": ("npy:data/*.npy", "npy", write_npy(kind))
+        for kind in ("uint16", "uint32", "int32", "int64")
+    },
+    **{
+        f"raw {kind}": (f"npy:data/*.bin:{kind}", "bin", write_raw(kind))
+        for kind in ("uint16", "uint32", "int32")
+    },
     "llm.c gpt-2": ("npy:data/*.bin", "bin", write_llm_c(20240520, 1, "<u2")),
     "llm.c llama-3": ("npy:data/*.bin", "bin", write_llm_c(20240801, 7, "<u4")),
 }
@@ -81,7 +87,11 @@ def test_rows_are_documents_from_every_row_on(
 
 
 def test_a_spec_names_a_type_for_raw_files_alone(tmp_path: Path) -> None:
-    for text, expected in (("npy:a/*.npy", "npy:a/*.npy"), ("npy:a:ids", "npy:a"), ("npy:a:uint16", "npy:a:uint16")):
+    for text, expected in (
+        ("npy:a/*.npy", "npy:a/*.npy"),
+        ("npy:a:ids", "npy:a"),
+        ("npy:a:uint16", "npy:a:uint16"),
+    ):
         assert str(spec_of(text)) == expected
     assert spec_of("npy:s3://b/a:b").location == "s3://b/a:b"
     with pytest.raises(ConfigError, match="expected npy:GLOB"):
@@ -89,7 +99,9 @@ def test_a_spec_names_a_type_for_raw_files_alone(tmp_path: Path) -> None:
     write_npy("uint16")(tmp_path / "a.npy", IDS)
     write_llm_c(20240520, 1, "<u2")(tmp_path / "a.bin", IDS)
     for name, kind in (("a.npy", "a .npy file"), ("a.bin", "an llm.c shard")):
-        with pytest.raises(SourceError, match=rf"'{name}' is {kind}, which says .* leave ':uint16' out"):
+        with pytest.raises(
+            SourceError, match=rf"'{name}' is {kind}, which says .* leave ':uint16' out"
+        ):
             read(tmp_path, f"npy:{name}:uint16")
 
 
@@ -117,17 +129,37 @@ def test_the_index_is_built_on_first_touch_and_kept_for_each_end_of_text_id(
 
 FAULTS: dict[str, tuple[str, bytes, str]] = {
     "empty": ("npy:a.npy", b"", "is empty"),
-    "text": ("npy:a.npy", b"plain text of no kind", r"begins with b'plain .*of which type: 'npy:a.npy:uint16'"),
-    "a cut header": ("npy:a.npy", b"\x93NUMPY\x01\x00\x76\x00{'descr'", "is not a readable .npy file"),
-    "a version to come": ("npy:a.npy", b"\x93NUMPY\x09\x00\x76\x00" + bytes(200), r"version 9.0, expected 1.0 or 2.0"),
-    "an odd size": ("npy:a.npy:uint16", b"\x01\x00\x02", "has 3 bytes, which is no whole number of uint16"),
+    "text": (
+        "npy:a.npy",
+        b"plain text of no kind",
+        r"begins with b'plain .*of which type: 'npy:a.npy:uint16'",
+    ),
+    "a cut header": (
+        "npy:a.npy",
+        b"\x93NUMPY\x01\x00\x76\x00{'descr'",
+        "is not a readable .npy file",
+    ),
+    "a version to come": (
+        "npy:a.npy",
+        b"\x93NUMPY\x09\x00\x76\x00" + bytes(200),
+        r"version 9.0, expected 1.0 or 2.0",
+    ),
+    "an odd size": (
+        "npy:a.npy:uint16",
+        b"\x01\x00\x02",
+        "has 3 bytes, which is no whole number of uint16",
+    ),
     **{
         f"a cut shard, {spec}": (
             spec,
             (struct.pack("<iii", 20240520, 1, 7) + bytes(1020))[:size],
             rf"has the header of an llm.c shard \(20240520, version 1\) of 7 ids of uint16, but .* has {left} after",
         )
-        for spec, size, left in (("npy:a.npy", 1032, 4), ("npy:a.npy:uint16", 1031, 3.5), ("npy:a.npy", 100, 0))
+        for spec, size, left in (
+            ("npy:a.npy", 1032, 4),
+            ("npy:a.npy:uint16", 1031, 3.5),
+            ("npy:a.npy", 100, 0),
+        )
     },
 }
 
@@ -141,7 +173,10 @@ def test_a_damaged_file_is_named_with_what_was_expected(tmp_path: Path) -> None:
 
 ARRAYS: dict[str, tuple[Any, str]] = {
     "floats": (np.zeros(3, np.float32), "is an array of float32, expected little-endian integers"),
-    "two dimensions": (np.zeros((3, 2), np.uint16), r"is an array of 2 dimensions, expected one; save array.reshape"),
+    "two dimensions": (
+        np.zeros((3, 2), np.uint16),
+        r"is an array of 2 dimensions, expected one; save array.reshape",
+    ),
     "big-endian": (np.zeros(3, ">u2"), "is an array of >u2, expected little-endian integers"),
     "booleans": (np.zeros(3, np.bool_), "is an array of bool"),
     "nothing": (np.zeros(0, np.uint16), r"has no rows: its 1 files have none"),
@@ -157,22 +192,32 @@ def test_an_array_of_another_kind_and_a_truncated_one_are_refused(tmp_path: Path
     with pytest.raises(SourceError, match="set end_of_text_id in the mixture file"):
         read(tmp_path, end=None)
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-10])
-    with pytest.raises(SourceError, match=r"has 218 bytes, but its header and 50 ids of uint16 take 228"):
+    with pytest.raises(
+        SourceError, match=r"has 218 bytes, but its header and 50 ids of uint16 take 228"
+    ):
         read(tmp_path)
 
 
-def test_an_end_of_text_id_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_of_text_id_that_never_comes_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(npy, "CHUNK_BYTES", 16)
     monkeypatch.setattr(npy, "MAX_ROW_IDS", 100)
     np.save(tmp_path / "short.npy", np.ones(100, np.uint16))
     assert rows_of(read(tmp_path, "npy:short.npy", end=70_000)) == [[1] * 100]
     np.save(tmp_path / "a.npy", np.ones(500, np.uint16))
-    with pytest.raises(SourceError, match=r"a.npy': the end-of-text id 9 does not occur in 100 ids from position 0"):
+    with pytest.raises(
+        SourceError, match=r"a.npy': the end-of-text id 9 does not occur in 100 ids from position 0"
+    ):
         rows_of(read(tmp_path))
 
 
-@pytest.mark.filterwarnings("ignore:Reading `.npy` or `.npz` file required additional header parsing")
-def test_whatever_happened_to_a_header_is_an_error_that_names_the_file_or_ids_of_the_file(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:Reading `.npy` or `.npz` file required additional header parsing"
+)
+def test_whatever_happened_to_a_header_is_an_error_that_names_the_file_or_ids_of_the_file(
+    tmp_path: Path,
+) -> None:
     """A few hundred mutations: never another exception, never ids from outside the file."""
     np.save(tmp_path / "a.npy", np.array(IDS, np.uint16))
     good = (tmp_path / "a.npy").read_bytes()
@@ -188,7 +233,9 @@ def test_whatever_happened_to_a_header_is_an_error_that_names_the_file_or_ids_of
                     content[rng.randrange(80)] = rng.randrange(256)
             case _:
                 at = rng.randrange(80)
-                content[at:at] = rng.choice([b"9", b"-", b"(", b"'", b"\0", b"L", b"1e9", b"99999999999999999999"])
+                content[at:at] = rng.choice(
+                    [b"9", b"-", b"(", b"'", b"\0", b"L", b"1e9", b"99999999999999999999"]
+                )
         (tmp_path / "a.npy").write_bytes(content)
         try:
             found = rows_of(read(tmp_path))
@@ -203,7 +250,9 @@ def test_whatever_happened_to_a_header_is_an_error_that_names_the_file_or_ids_of
 def order(folder: Path, spec: str, **fields: Any) -> PipelineFactory:
     run = {"tokenizer": None, "vocab_size": 60_000, "end_of_text_id": END, "sequence_length": 4}
     return builder.create(
-        config.parse(flat([spec]) | run | fields, where="test", catalog=CATALOG), folder, folder / "index"
+        config.parse(flat([spec]) | run | fields, where="test", catalog=CATALOG),
+        folder,
+        folder / "index",
     )
 
 
@@ -220,10 +269,14 @@ def test_end_of_text_ids_are_neither_doubled_nor_lost(tmp_path: Path, spec: str)
     assert ids_of(order(tmp_path, spec, add_eot="auto")) == [*IDS, END]
     assert ids_of(order(tmp_path, spec, add_eot=False)) == IDS
     doubled = {"policy": "weighted", "children": [{"source": spec, "add_eot": True}]}
-    assert ids_of(order(tmp_path, spec, mixture=doubled)) == [i for row in ROWS for i in (*row, END)]
+    assert ids_of(order(tmp_path, spec, mixture=doubled)) == [
+        i for row in ROWS for i in (*row, END)
+    ]
 
 
-def test_another_override_of_the_end_is_another_order_and_survives_the_record(tmp_path: Path) -> None:
+def test_another_override_of_the_end_is_another_order_and_survives_the_record(
+    tmp_path: Path,
+) -> None:
     write_npy("uint16")(tmp_path / "a.npy", IDS)
     digests = {}
     for override in (None, "auto", True, False):
@@ -241,5 +294,7 @@ def test_runs_with_other_ends_of_text_have_other_documents(tmp_path: Path) -> No
     write_npy("uint16")(tmp_path / "a.npy", IDS)
     ours, same, other = (order(tmp_path, "npy:a.npy", end_of_text_id=end) for end in (END, END, 5))
     fork._refuse_other_documents(ours, same)
-    with pytest.raises(SnapshotInvalid, match=r"'npy:a.npy': end_of_text_id is 5 in run 'test' and 9 in 'test'"):
+    with pytest.raises(
+        SnapshotInvalid, match=r"'npy:a.npy': end_of_text_id is 5 in run 'test' and 9 in 'test'"
+    ):
         fork._refuse_other_documents(other, ours)

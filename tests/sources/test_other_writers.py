@@ -40,7 +40,9 @@ def _duckdb_parquet(path: Path) -> None:
     frame = pl.DataFrame({"text": TEXTS}).to_arrow()
     with duckdb.connect() as connection:
         connection.register("frame", frame)
-        connection.execute(f"COPY frame TO '{path}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 2048)")
+        connection.execute(
+            f"COPY frame TO '{path}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 2048)"
+        )
 
 
 def _duckdb_jsonl(path: Path) -> None:
@@ -76,7 +78,9 @@ def _datasets_jsonl(path: Path) -> None:
         (_datasets_jsonl, "jsonl:d/*:text"),
     ],
 )
-def test_texts_of_other_programs_arrive_from_any_row(write: Callable[[Path], None], spec: str, tmp_path: Path) -> None:
+def test_texts_of_other_programs_arrive_from_any_row(
+    write: Callable[[Path], None], spec: str, tmp_path: Path
+) -> None:
     (tmp_path / "d").mkdir()
     write(tmp_path / "d" / "a.arrow")
     source = opened(tmp_path, spec)
@@ -106,10 +110,15 @@ def test_json_of_duckdb_is_the_text_that_it_is(tmp_path: Path) -> None:
 
 def test_an_encrypted_file_is_named_as_what_it_is(tmp_path: Path) -> None:
     with duckdb.connect() as connection:
-        connection.execute("SET force_mbedtls_unsafe = 'true'")  # without its extension for the network
+        connection.execute(
+            "SET force_mbedtls_unsafe = 'true'"
+        )  # without its extension for the network
         connection.execute("PRAGMA add_parquet_key('key', '0123456789abcdef')")
         options = "FORMAT parquet, ENCRYPTION_CONFIG {footer_key: 'key'}"
         connection.execute(f"COPY (SELECT 'a' AS text) TO '{tmp_path / 'a.parquet'}' ({options})")
 
-    with pytest.raises(SourceError, match=r"a\.parquet' is not .*\); it is encrypted, .* write it without encryption"):
+    with pytest.raises(
+        SourceError,
+        match=r"a\.parquet' is not .*\); it is encrypted, .* write it without encryption",
+    ):
         opened(tmp_path, "parquet:a.parquet:text")

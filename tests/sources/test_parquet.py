@@ -14,8 +14,14 @@ from tokenloom_server.sources.parquet import reader as parquet
 SPEC = "parquet:a.parquet:text"
 
 
-def test_only_the_row_groups_from_the_row_on_are_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pq.write_table(pa.table({"text": [f"row {i}" for i in range(100)]}), tmp_path / "a.parquet", row_group_size=10)
+def test_only_the_row_groups_from_the_row_on_are_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(
+        pa.table({"text": [f"row {i}" for i in range(100)]}),
+        tmp_path / "a.parquet",
+        row_group_size=10,
+    )
     source = opened(tmp_path, SPEC)
     groups: list[int] = []
     read_group = parquet.ParquetSource._read_group

@@ -23,16 +23,28 @@ from tokenloom_server.sources.wrapped import TimedSource
 from tokenloom_server.storage.io_stats import IoStats
 
 SPEC = "parquet:a.parquet:ids"
-ROWS = st.lists(st.one_of(st.none(), st.lists(st.integers(0, 100), max_size=40)), min_size=1, max_size=60)
+ROWS = st.lists(
+    st.one_of(st.none(), st.lists(st.integers(0, 100), max_size=40)), min_size=1, max_size=60
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "pages of version 2": {"data_page_version": "2.0"},
     "small pages": {"data_page_size": 1, "write_batch_size": 7},
-    "small pages of version 2": {"data_page_version": "2.0", "data_page_size": 1, "write_batch_size": 7},
+    "small pages of version 2": {
+        "data_page_version": "2.0",
+        "data_page_size": 1,
+        "write_batch_size": 7,
+    },
     "plain": {"use_dictionary": False, "compression": "none"},
     "a dictionary that is given up": {"dictionary_pagesize_limit": 8, "write_batch_size": 16},
-    "delta": {"use_dictionary": False, "column_encoding": {"ids.list.element": "DELTA_BINARY_PACKED"}},
-    "split": {"use_dictionary": False, "column_encoding": {"ids.list.element": "BYTE_STREAM_SPLIT"}},
+    "delta": {
+        "use_dictionary": False,
+        "column_encoding": {"ids.list.element": "DELTA_BINARY_PACKED"},
+    },
+    "split": {
+        "use_dictionary": False,
+        "column_encoding": {"ids.list.element": "BYTE_STREAM_SPLIT"},
+    },
     "zstd": {"compression": "zstd"},
     "gzip": {"compression": "gzip"},
     "brotli": {"compression": "brotli"},
@@ -52,7 +64,11 @@ def left_to_arrow(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Why row groups were left to Arrow since the last call."""
 
     def messages() -> list[str]:
-        found = [record.getMessage() for record in caplog.records if "left to Arrow" in record.getMessage()]
+        found = [
+            record.getMessage()
+            for record in caplog.records
+            if "left to Arrow" in record.getMessage()
+        ]
         caplog.clear()
         return found
 
@@ -63,11 +79,15 @@ def read(folder: Path, row: int = 0) -> list[Any]:
     return rows_of(opened(folder, SPEC), row)
 
 
-def schema(item: pa.DataType, nullable: bool, items_nullable: bool, of: Any = pa.list_) -> pa.Schema:
+def schema(
+    item: pa.DataType, nullable: bool, items_nullable: bool, of: Any = pa.list_
+) -> pa.Schema:
     return pa.schema(
         [
             pa.field("before", pa.list_(pa.int64())),
-            pa.field("ids", of(pa.field("element", item, nullable=items_nullable)), nullable=nullable),
+            pa.field(
+                "ids", of(pa.field("element", item, nullable=items_nullable)), nullable=nullable
+            ),
             pa.field("after", pa.string()),
         ]
     )
@@ -87,14 +107,25 @@ def write(folder: Path, rows: list[Any], kind: pa.Schema, **options: Any) -> Non
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_rows_come_back_however_their_pages_were_written(
-    tmp_path: Path, options: dict[str, Any], left_to_arrow: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    options: dict[str, Any],
+    left_to_arrow: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parquet_lists, "UNIT_VALUES", 50)
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
     @given(ROWS, st.booleans(), st.booleans(), st.data())
-    def come_back(rows: list[Any], nullable: bool, items_nullable: bool, data: st.DataObject) -> None:
-        item = data.draw(st.sampled_from([pa.int8(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()]))
+    def come_back(
+        rows: list[Any], nullable: bool, items_nullable: bool, data: st.DataObject
+    ) -> None:
+        item = data.draw(
+            st.sampled_from(
+                [pa.int8(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()]
+            )
+        )
         of = data.draw(st.sampled_from([pa.list_, pa.large_list]))
         rows = rows if nullable else [row or [] for row in rows]
         write(tmp_path, rows, schema(item, nullable, items_nullable, of), **options)
@@ -114,7 +145,10 @@ def test_rows_come_back_however_their_pages_were_written(
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 def test_a_row_may_reach_over_many_pages(
-    tmp_path: Path, version: str, left_to_arrow: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    version: str,
+    left_to_arrow: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parquet_lists, "UNIT_VALUES", 10)
     rows = [[1], list(range(5000)), [], [2, 3], list(range(3000, 0, -1)), [4]]
@@ -168,7 +202,9 @@ def test_a_small_row_group_is_left_to_arrow(
         assert f"row group {group} is left to Arrow from row 0 on: a small row group" in message
 
 
-def test_what_is_not_understood_is_left_to_arrow(tmp_path: Path, left_to_arrow: Callable[[], list[str]]) -> None:
+def test_what_is_not_understood_is_left_to_arrow(
+    tmp_path: Path, left_to_arrow: Callable[[], list[str]]
+) -> None:
     rows = [[1, 2], [], [3]]
     write(tmp_path, rows, schema(pa.int32(), True, True), compression="lz4")
     assert read(tmp_path) == rows
@@ -203,7 +239,9 @@ def test_two_columns_whose_names_run_together_are_not_mixed_up(tmp_path: Path) -
         assert read(tmp_path) == [[1, 2], [3]]
 
 
-@pytest.mark.parametrize("options", [{}, {"data_page_version": "2.0"}, {"compression": "zstd"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"data_page_version": "2.0"}, {"compression": "zstd"}], ids=str
+)
 def test_damaged_bytes_give_rows_or_an_error_and_never_other_rows_than_arrow_gives(
     tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,12 +66,15 @@ def made_rows(count: int, salt: int) -> list[Row]:
 
 
 def columns_of(rows: list[Row]) -> dict[str, Any]:
-    text = pa.array([BAD_TEXT if row.text is None else row.text.encode() for row in rows], pa.binary())
+    text = pa.array(
+        [BAD_TEXT if row.text is None else row.text.encode() for row in rows], pa.binary()
+    )
     strings = pa.StringArray.from_buffers(len(rows), *text.buffers()[1:])
     return {
         "ids": pa.array([row.ids for row in rows], pa.list_(pa.int32())),
         "meta": pa.StructArray.from_arrays(
-            [pa.array([row.lang for row in rows]).dictionary_encode(), strings], names=["lang", "text"]
+            [pa.array([row.lang for row in rows]).dictionary_encode(), strings],
+            names=["lang", "text"],
         ),
         "text": strings,
         "title": pa.array([row.title for row in rows], pa.large_string()),
@@ -112,7 +115,10 @@ def shards_of(scheme: str) -> Sequence[Sequence[Row | None]]:
     """The rows of each file; None stands for a blank line, which is a row that gives nothing."""
     if scheme != "jsonl":
         return SHARDS
-    return [[each for i, row in enumerate(rows) for each in (row, *[None] * (i % 4 // 2))] for rows in SHARDS]
+    return [
+        [each for i, row in enumerate(rows) for each in (row, *[None] * (i % 4 // 2))]
+        for rows in SHARDS
+    ]
 
 
 FIM = {"rate": 0.5, "spm_rate": 0.5, "ids": {"prefix": 257, "middle": 258, "suffix": 259}}
@@ -126,16 +132,27 @@ class Case(NamedTuple):
 
 CASES = {
     **{f"{scheme} text": Case(scheme, "text", {}) for scheme in SPECS},
-    **{f"{scheme} nested text": Case(scheme, "meta.text", {}) for scheme in ("parquet", "arrow", "jsonl")},
+    **{
+        f"{scheme} nested text": Case(scheme, "meta.text", {})
+        for scheme in ("parquet", "arrow", "jsonl")
+    },
     **{f"{scheme} ids": Case(scheme, "ids", {"epochs": 2}) for scheme in ("parquet", "arrow")},
-    **{f"{scheme} fim": Case(scheme, "text", {"fim": FIM, "epochs": 2}) for scheme in ("txt", "parquet")},
+    **{
+        f"{scheme} fim": Case(scheme, "text", {"fim": FIM, "epochs": 2})
+        for scheme in ("txt", "parquet")
+    },
     **{
         f"{scheme} {name}": Case(scheme, "text", options)
         for scheme in ("parquet", "arrow", "jsonl")
         for name, options in {
             "filter": {"filter": ["score >= 0.25", 'meta.lang in ["en", "de"]'], "epochs": 2.5},
             "template": {"template": "{{{title}}} {meta.lang}: {text}!"},
-            "all": {"filter": "score < 0.8", "template": "{title}\n{text}", "fim": FIM, "epochs": 2},
+            "all": {
+                "filter": "score < 0.8",
+                "template": "{title}\n{text}",
+                "fim": FIM,
+                "epochs": 2,
+            },
         }.items()
     },
     "parquet ids filter": Case("parquet", "ids", {"filter": 'meta.lang != "fr"'}),
@@ -158,7 +175,13 @@ def passes(row: Row, options: dict[str, Any]) -> bool:
 def tokens_of(case: Case, row: Row) -> list[int] | None:
     """A row's tokens without fill in the middle, or None where it is bad."""
     if case.column == "ids":
-        return None if row.text is None else [*[i for i in row.ids if i is not None], EOT] if row.ids else []
+        return (
+            None
+            if row.text is None
+            else [*[i for i in row.ids if i is not None], EOT]
+            if row.ids
+            else []
+        )
     if row.text is None:
         return None
     template = case.options.get("template")
@@ -185,7 +208,9 @@ def expected(case: Case) -> Expected:
     fim = None
     if "fim" in case.options:
         ids = {f"{name}_id": value for name, value in FIM["ids"].items()}  # type: ignore[attr-defined]
-        fim = FillInMiddle(rate=0.5, spm_rate=0.5, seed=7, source_id=0, bos_id=None, eot_id=EOT, **ids)
+        fim = FillInMiddle(
+            rate=0.5, spm_rate=0.5, seed=7, source_id=0, bos_id=None, eot_id=EOT, **ids
+        )
     tokens: list[int] = []
     bad = filtered = 0
     epoch = 0
@@ -220,7 +245,9 @@ def write(folder: Path, scheme: str) -> None:
         if scheme in ("parquet", "arrow"):
             write_table(path, pa.table(columns_of(rows)), 7)
         else:
-            path.write_bytes(json_lines(shards_of(scheme)[shard]) if scheme == "jsonl" else text_lines(rows))
+            path.write_bytes(
+                json_lines(shards_of(scheme)[shard]) if scheme == "jsonl" else text_lines(rows)
+            )
 
 
 def order_over(folder: Path, case: Case, **run: Any) -> PipelineFactory:
@@ -237,16 +264,23 @@ def order_over(folder: Path, case: Case, **run: Any) -> PipelineFactory:
     return order_of(folder, document | run)
 
 
-def samples_from(order: PipelineFactory, state: State, count: int = 64) -> Iterator[tuple[list[int], State]]:
+def samples_from(
+    order: PipelineFactory, state: State, count: int = 64
+) -> Iterator[tuple[list[int], State]]:
     """Sample by sample, with the state after each, which went through its text; ``count`` are made at once: after a bad
     row a producer makes one, so that good samples before it go out."""
     pipeline = order.pipeline(state)
     while pipeline.ended is None:
-        plan = BatchPlan(start_index=pipeline.sample_index, world_size=1, batch_size=1, group_micro_steps=count)
+        plan = BatchPlan(
+            start_index=pipeline.sample_index, world_size=1, batch_size=1, group_micro_steps=count
+        )
         group = pipeline.begin_group(plan)
         pipeline.fill(group, count)
         for step, ids in enumerate(group.ids(0, 0, len(group.marks))):
-            yield np.frombuffer(ids, order.record.dtype).tolist(), reread(order, group.state_after(step))
+            yield (
+                np.frombuffer(ids, order.record.dtype).tolist(),
+                reread(order, group.state_after(step)),
+            )
 
 
 def end_of(order: PipelineFactory) -> State:
@@ -282,7 +316,8 @@ def test_every_row_gives_what_it_should_and_each_sample_index_resumes(
 
 
 @pytest.mark.parametrize(
-    ("name", "shuffle"), [("parquet all", "shards"), ("arrow ids filter", "rows"), ("jsonl all", "rows")]
+    ("name", "shuffle"),
+    [("parquet all", "shards"), ("arrow ids filter", "rows"), ("jsonl all", "rows")],
 )
 def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -297,7 +332,11 @@ def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path
             for at, (begin, end) in enumerate(pairwise(begins)):
                 fate = 0 if piece.row_status is None else int(piece.row_status[at])
                 middle = 0 if piece.middles is None else int(piece.middles[at])
-                found[(piece.epoch, *piece.origin(at))] = (piece.ids[begin:end].tolist(), fate, middle)
+                found[(piece.epoch, *piece.origin(at))] = (
+                    piece.ids[begin:end].tolist(),
+                    fate,
+                    middle,
+                )
                 assert (fate == BAD) == (piece.origin(at) in piece.reasons and not end - begin)
         return found
 
@@ -310,7 +349,9 @@ def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path
     order = order_over(tmp_path, case._replace(options=case.options | options))
     whole = list(samples_from(order, order.initial()))
     for index in range(0, len(whole), 7):
-        assert list(islice(samples_from(order, whole[index][1], 5), 5)) == whole[index + 1 : index + 6]
+        assert (
+            list(islice(samples_from(order, whole[index][1], 5), 5)) == whole[index + 1 : index + 6]
+        )
 
 
 def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:
@@ -324,7 +365,9 @@ def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:
         for _, state in samples_from(order, order.initial())
     ]
     assert found == [(FileCursor(0, 0, 1), 1, 0), (FileCursor(0, 0, 4), 4, 2)]
-    entry = json.loads(encode_state(order, list(samples_from(order, order.initial()))[-1][1]))["datasets"][0]
+    entry = json.loads(encode_state(order, list(samples_from(order, order.initial()))[-1][1]))[
+        "datasets"
+    ][0]
     assert entry["bad_rows"] == 2
     assert "filtered_rows" not in entry
 
@@ -333,7 +376,10 @@ BREAKS: dict[str, tuple[str, list[str]]] = {
     "txt": ("txt:data/a.txt:text", ["'data/a.txt': line 5 is not UTF-8", "convert the file"]),
     "jsonl": ("jsonl:data/a.jsonl:text", ["'data/a.jsonl': line 5 is malformed JSON"]),
     "parquet": ("parquet:data/a.parquet:ids", ["'data/a.parquet': row 4 has a null among its ids"]),
-    "vocabulary": ("parquet:data/v.parquet:ids", ["data/v.parquet: row 4: the id 999 is outside the vocabulary"]),
+    "vocabulary": (
+        "parquet:data/v.parquet:ids",
+        ["data/v.parquet: row 4: the id 999 is outside the vocabulary"],
+    ),
 }
 
 
@@ -342,7 +388,9 @@ def write_breaking(folder: Path) -> None:
     data = folder / "data"
     data.mkdir()
     good = [b"0123456"] * 8
-    (data / "a.txt").write_bytes(b"".join((BAD_TEXT if i in (2, 4, 6) else g) + b"\n" for i, g in enumerate(good)))
+    (data / "a.txt").write_bytes(
+        b"".join((BAD_TEXT if i in (2, 4, 6) else g) + b"\n" for i, g in enumerate(good))
+    )
     lines = [b'{"text": "0123456"' + (b"" if i in (2, 4, 6) else b"}") + b"\n" for i in range(8)]
     (data / "a.jsonl").write_bytes(b"".join(lines))
     for name, wrong in (("a", None), ("v", 999)):
@@ -380,7 +428,9 @@ def test_each_epoch_meets_the_same_bad_rows_and_the_limit_is_for_each(tmp_path: 
     order = order_over(tmp_path, case, max_bad_rows=3)
     last = list(samples_from(order, order.initial()))[-1][1]
     assert (last.sample_index, last.sources[0].row_counts.bad_rows) == (20, 12)
-    with pytest.raises(SourceError, match=r"line 7 is not UTF-8 .* bad row number 3 of .* allows 2 up to epoch 0"):
+    with pytest.raises(
+        SourceError, match=r"line 7 is not UTF-8 .* bad row number 3 of .* allows 2 up to epoch 0"
+    ):
         list(samples_from(order_over(tmp_path, case, max_bad_rows=2), order.initial()))
 
 
@@ -399,7 +449,9 @@ def test_without_skip_the_first_bad_row_is_an_error_after_all_before_it(tmp_path
 
 def test_a_run_that_a_bad_row_has_stopped_goes_on_with_skip(tmp_path: Path) -> None:
     write_breaking(tmp_path)
-    failing = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}), on_bad_row="fail")
+    failing = order_over(
+        tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}), on_bad_row="fail"
+    )
     states = [failing.initial()]
     with pytest.raises(SourceError):
         for _, state in samples_from(failing, states[0], 1):
@@ -419,7 +471,9 @@ def test_a_blank_line_is_bad_where_the_source_says_so(tmp_path: Path) -> None:
         list(samples_from(order, order.initial()))
     skipping = order_over(tmp_path, case)
     assert end_of(skipping).sources[0].row_counts.bad_rows == 1
-    assert order_digest(skipping.config) == order_digest(order_over(tmp_path, Case("jsonl", "text", {})).config)
+    assert order_digest(skipping.config) == order_digest(
+        order_over(tmp_path, Case("jsonl", "text", {})).config
+    )
 
 
 def test_skipped_rows_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -471,8 +525,13 @@ def test_a_file_that_cannot_be_served_is_refused_where_a_run_begins_and_a_remote
         remote.put(str(folder), url, recursive=True)
         pattern = "" if suffix == "arrow" else "/*.parquet"
         with pytest.raises(SourceError, match=rf"1\.{suffix}': .*{reason}|1\.{suffix}' {reason}"):
-            order_over(folder, Case(suffix, "text", {"source": f"{suffix}:.{pattern}:text", **rules}))
-        order = order_over(folder, Case(suffix, "text", {"source": f"{suffix}:memory://{url}{pattern}:text", **rules}))
+            order_over(
+                folder, Case(suffix, "text", {"source": f"{suffix}:.{pattern}:text", **rules})
+            )
+        order = order_over(
+            folder,
+            Case(suffix, "text", {"source": f"{suffix}:memory://{url}{pattern}:text", **rules}),
+        )
         with pytest.raises(SourceError, match=reason):
             list(samples_from(order, order.initial()))
 
@@ -495,7 +554,9 @@ for kind in (engine.GigatokenEngine, engine.TokenizersEngine):
 """
 
 
-def test_a_document_at_which_both_engines_crash_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_at_which_both_engines_crash_is_a_bad_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``tests/e2e/test_crashes.py`` has the server, and the run that fails at it."""
     texts = [f"row {i} of some" for i in range(12)]
     write_tokenizer(tmp_path / "tokenizer.json", texts)
@@ -515,12 +576,19 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(tmp_path: Path, mon
     order = builder.create(parsed(document), tmp_path, tmp_path / "index")
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(DEADLY)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    )
     with closing(order.resources):
         whole = list(samples_from(order, order.initial()))
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     end = tokenizer.token_to_id("<|endoftext|>")
-    known = [token for i, text in enumerate(texts) if i != 5 for token in [*tokenizer.encode(text).ids, end]]
+    known = [
+        token
+        for i, text in enumerate(texts)
+        if i != 5
+        for token in [*tokenizer.encode(text).ids, end]
+    ]
     assert [token for ids, _ in whole for token in ids] == known[: len(whole) * LENGTH]
     assert len(known) - len(whole) * LENGTH < LENGTH
     assert whole[-1][1].sources[0].row_counts.bad_rows == 1
@@ -534,7 +602,14 @@ def test_a_fork_takes_a_source_over_only_with_the_same_documents(tmp_path: Path)
         source = {"source": "jsonl:rows.jsonl:text", **fields}
         mixture = {"policy": "sequential", "children": [source]}
         return order_of(
-            tmp_path, {"run": run, "seed": seed, "tokenizer": "bytes", "sequence_length": 8, "mixture": mixture}
+            tmp_path,
+            {
+                "run": run,
+                "seed": seed,
+                "tokenizer": "bytes",
+                "sequence_length": 8,
+                "mixture": mixture,
+            },
         )
 
     base = order("base")
@@ -542,9 +617,16 @@ def test_a_fork_takes_a_source_over_only_with_the_same_documents(tmp_path: Path)
         (field,) = fields
         _refuse_other_documents(order("base", **fields), order("fork", **fields))
         # It would go on in the midst of a text that the other run never had.
-        for ours, theirs in ((base, order("fork", **fields)), (order("base", **fields), order("fork"))):
-            with pytest.raises(SnapshotInvalid, match=rf"'jsonl:rows.jsonl:text': {field} is .* in run 'base' and "):
+        for ours, theirs in (
+            (base, order("fork", **fields)),
+            (order("base", **fields), order("fork")),
+        ):
+            with pytest.raises(
+                SnapshotInvalid, match=rf"'jsonl:rows.jsonl:text': {field} is .* in run 'base' and "
+            ):
                 _refuse_other_documents(ours, theirs)
     _refuse_other_documents(base, order("fork", seed=2))
-    with pytest.raises(SnapshotInvalid, match="seed is 1 in run 'base' and 2 in 'fork': places within documents"):
+    with pytest.raises(
+        SnapshotInvalid, match="seed is 1 in run 'base' and 2 in 'fork': places within documents"
+    ):
         _refuse_other_documents(order("base", fim=fim), order("fork", seed=2, fim=fim))

@@ -72,14 +72,18 @@ def test_rows_come_back_as_they_were_written_from_every_row_on(
     kind.put(tmp_path, "b", rows)
     kind.put(tmp_path, "a", rows[::-1])
     source = opened(tmp_path, kind.spec, tmp_path / "index")
-    assert [shard.path for shard in source.shards] == [f"data/a.{kind.suffix}", f"data/b.{kind.suffix}"]
+    assert [shard.path for shard in source.shards] == [
+        f"data/a.{kind.suffix}",
+        f"data/b.{kind.suffix}",
+    ]
     assert source.content is (Content.TEXT if isinstance(rows[0], str) else Content.IDS)
     for shard, expected in enumerate((rows[::-1], rows)):
         for row in range(len(rows) + 1):
             assert rows_of(source, row, shard) == expected[row:]
         assert source.row_count(shard) == len(rows)
     with pytest.raises(
-        SourceError, match=rf"a\.{kind.suffix}' has {len(rows)} rows, but row {len(rows) + 1} was asked"
+        SourceError,
+        match=rf"a\.{kind.suffix}' has {len(rows)} rows, but row {len(rows) + 1} was asked",
     ):
         rows_of(source, len(rows) + 1)
 
@@ -106,7 +110,8 @@ def test_a_shard_of_another_size_than_frozen_is_refused_by_name(kind: Kind, tmp_
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(
-        SourceChanged, match=rf"a\.{kind.suffix}' was shortened: found {size - 3} bytes, expected {size}"
+        SourceChanged,
+        match=rf"a\.{kind.suffix}' was shortened: found {size - 3} bytes, expected {size}",
     ):
         rows_of(source)
     path.unlink()
@@ -114,10 +119,16 @@ def test_a_shard_of_another_size_than_frozen_is_refused_by_name(kind: Kind, tmp_
         rows_of(source)
 
 
-def test_a_source_without_a_row_is_refused_and_an_empty_shard_among_others_is_not(kind: Kind, tmp_path: Path) -> None:
-    none_of_type = pa.array([], pa.string() if isinstance(kind.rows[0], str) else pa.list_(pa.int64()))
+def test_a_source_without_a_row_is_refused_and_an_empty_shard_among_others_is_not(
+    kind: Kind, tmp_path: Path
+) -> None:
+    none_of_type = pa.array(
+        [], pa.string() if isinstance(kind.rows[0], str) else pa.list_(pa.int64())
+    )
     kind.put(tmp_path, "a", none_of_type)
-    with pytest.raises(SourceError, match=r"has no rows: its 1 files .* take it out of the mixture"):
+    with pytest.raises(
+        SourceError, match=r"has no rows: its 1 files .* take it out of the mixture"
+    ):
         opened(tmp_path, kind.spec)
     path = kind.put(tmp_path, "b", kind.rows)
     source = opened(tmp_path, kind.spec)
@@ -137,4 +148,7 @@ def test_several_shards_give_a_warning_about_their_order(tmp_path: Path) -> None
     assert order_warning(spec, shards[:1]) is None
     warning = order_warning(spec, shards)
     assert warning is not None
-    assert "3 shards are read in file order; where documents should be mixed across files, set shuffle" in warning
+    assert (
+        "3 shards are read in file order; where documents should be mixed across files, set shuffle"
+        in warning
+    )

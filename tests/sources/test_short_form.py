@@ -38,14 +38,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("mix")
     texts = pa.table({"id": list(range(9)), "text": ["some text of a row"] * 9})
     ids = pa.table({"tokens": [[1, 2, 3, 4]] * 9, "length": [4] * 9})
-    for name, table in (("wiki/part-0", texts), ("wiki/part-1", texts), ("deep/a/b/x", ids), ("both", None)):
+    for name, table in (
+        ("wiki/part-0", texts),
+        ("wiki/part-1", texts),
+        ("deep/a/b/x", ids),
+        ("both", None),
+    ):
         path = root / f"{name}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table({"text": ["a"], "input_ids": [[1]]}) if table is None else table, path)
+        pq.write_table(
+            pa.table({"text": ["a"], "input_ids": [[1]]}) if table is None else table, path
+        )
     (root / "my notes").mkdir()
     (root / "my notes" / "a.txt").write_text("a line\n" * 9)
     for name in ("code.jsonl", "odd:name.jsonl", "a@b.jsonl"):
-        (root / name).write_text("".join(json.dumps({"path": "x", "text": f"line {i}"}) + "\n" for i in range(9)))
+        (root / name).write_text(
+            "".join(json.dumps({"path": "x", "text": f"line {i}"}) + "\n" for i in range(9))
+        )
     (root / "bodies.jsonl").write_text(json.dumps({"title": "a", "body": "b"}) + "\n")
     (root / "mixed").mkdir()
     (root / "mixed" / "a.txt").write_text("a\n")
@@ -103,8 +112,12 @@ def test_scheme_and_column_of_an_item_are_found(item: str, source: str, folder: 
         assert child.get("weight") == weight
 
 
-def test_a_whole_mixture_is_written_out_and_reads_back_the_same(folder: Path, tmp_path: Path) -> None:
-    document = short_form.document("wiki:0.9 'my notes:0.1' code.jsonl", folder, SOURCES, **RUN, policy="weighted")
+def test_a_whole_mixture_is_written_out_and_reads_back_the_same(
+    folder: Path, tmp_path: Path
+) -> None:
+    document = short_form.document(
+        "wiki:0.9 'my notes:0.1' code.jsonl", folder, SOURCES, **RUN, policy="weighted"
+    )
     assert document == {
         **RUN,
         "mixture": {
@@ -118,7 +131,9 @@ def test_a_whole_mixture_is_written_out_and_reads_back_the_same(folder: Path, tm
     }
     path = tmp_path / "mixture.yaml"
     path.write_text(short_form.as_yaml(document), encoding="utf-8")
-    assert config.load(path, CATALOG) == config.parse(document, where=short_form.OPTION, catalog=CATALOG)
+    assert config.load(path, CATALOG) == config.parse(
+        document, where=short_form.OPTION, catalog=CATALOG
+    )
 
 
 def test_aliases_take_as_much_of_the_path_as_tells_them_apart(folder: Path) -> None:
@@ -139,16 +154,31 @@ def test_aliases_take_as_much_of_the_path_as_tells_them_apart(folder: Path) -> N
         ("wiki:-1", "the weight is '-1', expected"),
         ("wiki:nan", "the weight is 'nan', expected"),
         ("wiki:inf", "the weight is 'inf', expected"),
-        ("nothing:0.5", r"'nothing' names no file and no folder below '.*'; an item is path\[@column\]\[:weight\]"),
+        (
+            "nothing:0.5",
+            r"'nothing' names no file and no folder below '.*'; an item is path\[@column\]\[:weight\]",
+        ),
         ("nothing/*.txt", "names no file and no folder"),
-        ("wiki code.jsonl wiki", r"'wiki' and 'wiki' both read 'wiki/part-0.parquet'; name each file once"),
+        (
+            "wiki code.jsonl wiki",
+            r"'wiki' and 'wiki' both read 'wiki/part-0.parquet'; name each file once",
+        ),
         ("wiki wiki/part-1.*:2", r"'wiki' and 'wiki/part-1.\*:2' both read 'wiki/part-1.parquet'"),
-        ("both.parquet:0.5", r"has text and input_ids; .* both.parquet@COLUMN:0.5, or parquet:both.parquet:COLUMN:0.5"),
-        ("bodies.jsonl", r"none of text, input_ids, ids, tokens; .* \(text or ids\): title \(text\), body \(text\)"),
+        (
+            "both.parquet:0.5",
+            r"has text and input_ids; .* both.parquet@COLUMN:0.5, or parquet:both.parquet:COLUMN:0.5",
+        ),
+        (
+            "bodies.jsonl",
+            r"none of text, input_ids, ids, tokens; .* \(text or ids\): title \(text\), body \(text\)",
+        ),
         ("mixed", r"several kinds \(.parquet, .txt\); name one: mixed/\*.parquet, mixed/\*.txt"),
         ("mixed/*", r"matches files of several kinds \(.parquet, .txt\)"),
         ("empty", "holds no file that ends with .parquet, .jsonl"),
-        ("README.md", "how 'README.md' is to be read does not show; expected a name that ends with .parquet"),
+        (
+            "README.md",
+            "how 'README.md' is to be read does not show; expected a name that ends with .parquet",
+        ),
         ("splits", "a dataset for each split; name one of them: splits/test, splits/train"),
         ("saved/data-*.arrow@labels", "end with .arrow are read by folder"),
         ("deep/*", "matches folders only"),
@@ -168,7 +198,14 @@ def test_nothing_outside_the_data_roots_is_looked_at(folder: Path, tmp_path: Pat
     link = folder / "wiki" / "linked.txt"
     link.symlink_to(folder / "my notes" / "a.txt")
     try:
-        for mix in ("code.jsonl", "nothing-here", "saved", "txt:code.jsonl:text", "wiki/linked.txt", f"{tmp_path}/*"):
+        for mix in (
+            "code.jsonl",
+            "nothing-here",
+            "saved",
+            "txt:code.jsonl:text",
+            "wiki/linked.txt",
+            f"{tmp_path}/*",
+        ):
             with pytest.raises(ConfigError, match="lies below no data root"):
                 short_form.document(mix, folder, SOURCES, roots, **RUN)
     finally:
@@ -193,7 +230,9 @@ def printed(*arguments: str) -> RunConfig:
     return config.parse(yaml.safe_load(done.stdout), where="printed", catalog=CATALOG)
 
 
-def test_validate_prints_a_file_to_go_on_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_prints_a_file_to_go_on_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     found = printed("--dataset-mix", "wiki:0.9 code.jsonl:0.1", *OPTIONS)
     assert [source.weight for source in found.sources] == [0.9, 0.1]
@@ -203,10 +242,16 @@ def test_validate_prints_a_file_to_go_on_with(folder: Path, monkeypatch: pytest.
     ("arguments", "fault"),
     [
         ((), "expected a mixture file or --dataset-mix, one of the two"),
-        (("a.yaml", "--dataset-mix", "wiki", *OPTIONS), "expected a mixture file or --dataset-mix, one of the two"),
+        (
+            ("a.yaml", "--dataset-mix", "wiki", *OPTIONS),
+            "expected a mixture file or --dataset-mix, one of the two",
+        ),
         (("a.yaml", "--seed", "3"), "--seed: belongs to --dataset-mix"),
         (("--dataset-mix", "wiki"), "--dataset-mix needs --run and --sequence-length beside it"),
-        (("--dataset-mix", "wiki", *OPTIONS, "--policy", "best"), "--dataset-mix: mixture.policy: Input should be"),
+        (
+            ("--dataset-mix", "wiki", *OPTIONS, "--policy", "best"),
+            "--dataset-mix: mixture.policy: Input should be",
+        ),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
@@ -257,10 +302,14 @@ def test_a_bucketed_mix_is_the_run_that_its_file_is(
     children = [{"source": LATENTS, "weight": 2}, {"source": MORE}]
     document = bucketed(mixture={"policy": "least_consumed", "children": children})
     found = printed(option, "latents:2 more", *BUCKETED)
-    assert order_digest(found) == order_digest(config.parse(document, where="long", catalog=CATALOG))
+    assert order_digest(found) == order_digest(
+        config.parse(document, where="long", catalog=CATALOG)
+    )
 
 
-def test_edges_are_given_at_once_or_one_by_one(features: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edges_are_given_at_once_or_one_by_one(
+    features: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(features)
     mix = ("--dataset-mix", "lengths.parquet", "--run", "a", "--global-batch-size", 4)
     by_length = ("--bucket-by", "length(ids)")

@@ -29,7 +29,9 @@ def looked_at(base: Path, *places: str) -> Survey:
     survey = Survey(base, SOURCES, lambda paths, _: paths[0])
     for place in places or ("data",):
         survey.look_at(place)
-    read = [path for each in survey.candidates for path in scheme_of(each.spec).paths(each.spec, base)]
+    read = [
+        path for each in survey.candidates for path in scheme_of(each.spec).paths(each.spec, base)
+    ]
     assert len(read) == len(set(read)), "no file is in two sources"
     assert sum(each.files for each in survey.candidates) == len(read)
     return survey
@@ -41,7 +43,15 @@ def specs(survey: Survey) -> list[str]:
 
 def test_folders_and_series_of_files_are_sources_by_format(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    for name in ("wiki/2020/a", "wiki/2021/b", "code/x", "web-00001-of-00002", "web-00002-of-00002", "c4_0", "c4_1"):
+    for name in (
+        "wiki/2020/a",
+        "wiki/2021/b",
+        "code/x",
+        "web-00001-of-00002",
+        "web-00002-of-00002",
+        "c4_0",
+        "c4_1",
+    ):
         lines(data / f"{name}.jsonl")
     lines(data / "code" / "y.jsonl.gz")
     for shard in range(2):
@@ -65,7 +75,10 @@ def test_the_first_folder_that_holds_more_than_one_thing_has_the_sources(tmp_pat
         "jsonl:corpus/v1/text/code/*.jsonl",
         "jsonl:corpus/v1/text/wiki/a.jsonl",
     ]
-    assert specs(looked_at(tmp_path / "corpus" / "v1" / "text", ".")) == ["jsonl:code/*.jsonl", "jsonl:wiki/a.jsonl"]
+    assert specs(looked_at(tmp_path / "corpus" / "v1" / "text", ".")) == [
+        "jsonl:code/*.jsonl",
+        "jsonl:wiki/a.jsonl",
+    ]
     assert specs(looked_at(tmp_path, "corpus/v1/text/wiki", "corpus/v1/text/code/c.jsonl")) == [
         "jsonl:corpus/v1/text/wiki/a.jsonl",
         "jsonl:corpus/v1/text/code/c.jsonl",
@@ -96,7 +109,12 @@ def test_what_is_hidden_empty_or_foreign_is_named_and_not_read(tmp_path: Path) -
         lines(data / f"{name}.jsonl")
     lines(data / ".cache" / "a.jsonl")
     lines(data / "README.txt")
-    for name, text in (("a-0.jsonl", ""), ("settings.json", "{\n}"), ("notes.md", "x"), ("tokenizer.json", "{}")):
+    for name, text in (
+        ("a-0.jsonl", ""),
+        ("settings.json", "{\n}"),
+        ("notes.md", "x"),
+        ("tokenizer.json", "{}"),
+    ):
         (data / name).write_text(text)
     survey = looked_at(tmp_path)
     assert specs(survey) == ["jsonl:data/a-*.jsonl"]
@@ -117,7 +135,10 @@ def test_links_that_lead_nowhere_and_gaps_of_a_series_are_told(tmp_path: Path) -
         "source 'data/web-00001-of-00003.jsonl': 2 of the 3 files 'data/web-…-of-00003.jsonl' are not there; the "
         "others are read"
     ]
-    for name, said in (("web-00002-of-00003", "is a link to 'nowhere'"), ("other", "is a link to 'nowhere'")):
+    for name, said in (
+        ("web-00002-of-00003", "is a link to 'nowhere'"),
+        ("other", "is a link to 'nowhere'"),
+    ):
         (tmp_path / "data" / f"{name}.jsonl").symlink_to("nowhere")
         with pytest.raises(SourceError, match=f"{name}.jsonl' {said}"):
             looked_at(tmp_path)
@@ -146,11 +167,19 @@ def test_folders_and_pairs_of_files_are_whole_sources(tmp_path: Path) -> None:
         "megatron:data/old/*",
         "npy:data/ids.npy",
     ]
-    assert [each.columns.keys() for each in survey.candidates if each.spec.scheme.name in ("mds", "litdata")] == [
+    assert [
+        each.columns.keys()
+        for each in survey.candidates
+        if each.spec.scheme.name in ("mds", "litdata")
+    ] == [
         {"text"},
         {"text"},
     ]
-    assert survey.left_out.keys() == {"data/saved/test", "data/lone.bin", "data/saved/dataset_dict.json"}
+    assert survey.left_out.keys() == {
+        "data/saved/test",
+        "data/lone.bin",
+        "data/saved/dataset_dict.json",
+    }
     (tmp_path / "data" / "old" / "lone.bin").write_bytes(b"12")
     with pytest.raises(SourceError, match=r"'data/old/lone\.idx' is missing beside"):
         looked_at(tmp_path)
@@ -165,5 +194,7 @@ def test_many_files_without_a_series_are_one_source(tmp_path: Path) -> None:
 def test_files_that_no_pattern_tells_from_others_are_refused_with_these(tmp_path: Path) -> None:
     for name in ("a/x", "a/y", "a/test", "b/x"):
         lines(tmp_path / "data" / f"{name}.jsonl")
-    with pytest.raises(ConfigError, match=r"'data/a/x\.jsonl' and 1 more files .* others: data/a/test\.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"'data/a/x\.jsonl' and 1 more files .* others: data/a/test\.jsonl"
+    ):
         looked_at(tmp_path)

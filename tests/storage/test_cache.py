@@ -58,13 +58,16 @@ class Object:
 
     def fetch(self, begin: int, end: int) -> bytes:
         self.fetches += 1
-        return b"".join(bytes([number]) * BLOCK_BYTES for number in range(begin // BLOCK_BYTES, end // BLOCK_BYTES))
+        return b"".join(
+            bytes([number]) * BLOCK_BYTES
+            for number in range(begin // BLOCK_BYTES, end // BLOCK_BYTES)
+        )
 
     def read(self, cache: BlockCache, number: int) -> None:
         begin = number * BLOCK_BYTES
-        assert cache.read("object", self.size, begin + 9, begin + BLOCK_BYTES, self.fetch) == bytes([number]) * (
-            BLOCK_BYTES - 9
-        )
+        assert cache.read("object", self.size, begin + 9, begin + BLOCK_BYTES, self.fetch) == bytes(
+            [number]
+        ) * (BLOCK_BYTES - 9)
 
 
 def test_what_was_read_is_fetched_once_also_after_a_restart(store: Any) -> None:
@@ -115,7 +118,11 @@ class WebFile(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, content: bytes, *, empty: bool = False) -> None:
         self.send_response(status)
-        for name, value in (("etag", '"1"'), ("accept-ranges", "bytes"), ("content-length", str(len(content)))):
+        for name, value in (
+            ("etag", '"1"'),
+            ("accept-ranges", "bytes"),
+            ("content-length", str(len(content))),
+        ):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(b"" if empty else content)
@@ -138,7 +145,9 @@ def test_a_web_servers_file_is_known_by_its_etag(store: Any) -> None:
     server.server_close()
 
 
-def test_a_damaged_block_is_fetched_again(store: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_block_is_fetched_again(
+    store: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     read(0, len(DATA))
     first, second, third = files_of(tmp_path)
     first.write_bytes(first.read_bytes()[:-1] + b"?")
@@ -203,11 +212,17 @@ def test_without_room_reading_goes_on_with_one_warning(
     assert caplog.text.count("what cannot be kept there is fetched each time") == 1
 
 
-def test_a_size_without_a_unit_or_a_folder_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_without_a_unit_or_a_folder_is_refused(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for size in ("500", "0G"):
         monkeypatch.setenv(SIZE, size)
-        with pytest.raises(ConfigError, match=f"found '{size}', expected a whole number of M, G or T, such as 500G"):
+        with pytest.raises(
+            ConfigError, match=f"found '{size}', expected a whole number of M, G or T, such as 500G"
+        ):
             restarted()
     monkeypatch.delenv(FOLDER)
-    with pytest.raises(ConfigError, match="--cache-size: is '0G', but there is no --cache; give it a folder"):
+    with pytest.raises(
+        ConfigError, match="--cache-size: is '0G', but there is no --cache; give it a folder"
+    ):
         restarted()

@@ -16,7 +16,9 @@ CONTENT = bytes(range(256)) * 64
 @pytest.fixture
 def repo(hub: StandInHub) -> Repo:
     repo = hub.repo("org/name")
-    repo.commit({"train/a b%.parquet": CONTENT, "train/lines.txt": CONTENT[:999], "README.md": b"# hello"})
+    repo.commit(
+        {"train/a b%.parquet": CONTENT, "train/lines.txt": CONTENT[:999], "README.md": b"# hello"}
+    )
     return repo
 
 
@@ -38,7 +40,9 @@ def test_a_url_is_taken_apart(text: str, parts: tuple[str, str | None, str]) -> 
     assert (found.repo, found.revision, found.path) == parts
 
 
-@pytest.mark.parametrize("text", ["hf://datasets/org/name", "hf://spaces/org/name/a", "s3://datasets/org/name/a"])
+@pytest.mark.parametrize(
+    "text", ["hf://datasets/org/name", "hf://spaces/org/name/a", "s3://datasets/org/name/a"]
+)
 def test_a_url_that_names_nothing_in_a_dataset_is_refused(text: str) -> None:
     with pytest.raises(SourceError, match="names nothing in a dataset, expected hf://datasets/"):
         HubPath.parse(text)
@@ -105,7 +109,9 @@ def test_a_command_does_not_wait_as_long_as_the_hub_asks(hub: StandInHub, repo: 
         HubFiles().glob(f"hf://datasets/{repo.name}/*.txt")
 
 
-def test_a_storage_that_says_nothing_is_given_up(hub: StandInHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_says_nothing_is_given_up(
+    hub: StandInHub, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tokenloom_server.storage.hub import client
 
     handle = HubFiles().open(url(repo))
@@ -119,7 +125,11 @@ def test_a_storage_that_says_nothing_is_given_up(hub: StandInHub, repo: Repo, mo
     ("headers", "error", "told"),
     [
         ({"Content-Range": "bytes 0-9/12"}, SourceChanged, "has 12 bytes, expected 16384"),
-        ({"Content-Range": "bytes 1-10/16384"}, HubBusy, "asked for bytes 0-9, the answer has 1-10"),
+        (
+            {"Content-Range": "bytes 1-10/16384"},
+            HubBusy,
+            "asked for bytes 0-9, the answer has 1-10",
+        ),
         ({}, SourceError, "with 206 and no range"),
     ],
 )
@@ -137,7 +147,9 @@ def test_a_file_that_is_not_there_is_not_found(hub: StandInHub, repo: Repo) -> N
         HubFiles().open(url(repo, "train/none.parquet"))
 
 
-def test_a_pattern_finds_files_at_the_commit_that_its_revision_is_at(hub: StandInHub, repo: Repo) -> None:
+def test_a_pattern_finds_files_at_the_commit_that_its_revision_is_at(
+    hub: StandInHub, repo: Repo
+) -> None:
     found = HubFiles().glob("hf://datasets/org/name/train/*.parquet")
     assert list(found) == [url(repo)]
     assert found[url(repo)]["size"] == len(CONTENT)
@@ -160,7 +172,9 @@ def resolved(spec: str) -> list[str]:
     return [shard.path for shard in hub_resolver().shards(spec_of(spec))]
 
 
-def test_a_file_in_the_cache_is_found_while_online_for_its_commit_alone(hub: StandInHub, repo: Repo) -> None:
+def test_a_file_in_the_cache_is_found_while_online_for_its_commit_alone(
+    hub: StandInHub, repo: Repo
+) -> None:
     import huggingface_hub
 
     huggingface_hub.hf_hub_download("org/name", "train/a b%.parquet", repo_type="dataset")
@@ -173,7 +187,9 @@ def test_what_the_cache_lacks_is_named_offline_with_the_way_to_get_it(
     hub: StandInHub, repo: Repo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offline(monkeypatch)
-    with pytest.raises(SourceError, match=r"is not in the cache .* while online: hf download org/name"):
+    with pytest.raises(
+        SourceError, match=r"is not in the cache .* while online: hf download org/name"
+    ):
         resolved("hf:org/name:train:text")
     with pytest.raises(SourceError, match=r"is not known at commit \w+ by the cache"):
         resolved(f"hf:org/name@{repo.refs['main']}:train:text")

@@ -52,10 +52,33 @@ def rows(source: Source, shard: int, row: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["*.txt", "**/*.txt", "*/*.txt", "**", "**.txt", "a**.txt", "p*/**", ".h*.txt", "*/.*/*.txt", "?*.txt", "[!a].txt"],
+    [
+        "*.txt",
+        "**/*.txt",
+        "*/*.txt",
+        "**",
+        "**.txt",
+        "a**.txt",
+        "p*/**",
+        ".h*.txt",
+        "*/.*/*.txt",
+        "?*.txt",
+        "[!a].txt",
+    ],
 )
-def test_patterns_match_what_they_match_of_local_files(tmp_path: Path, store: Any, pattern: str) -> None:
-    names = ("a.txt", "ab.txt", "b.txt", ".hidden.txt", "part/c.txt", "part/.d.txt", ".trash/e.txt", "part/.old/f.txt")
+def test_patterns_match_what_they_match_of_local_files(
+    tmp_path: Path, store: Any, pattern: str
+) -> None:
+    names = (
+        "a.txt",
+        "ab.txt",
+        "b.txt",
+        ".hidden.txt",
+        "part/c.txt",
+        "part/.d.txt",
+        ".trash/e.txt",
+        "part/.old/f.txt",
+    )
     for name in names:
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_text("text\n")
@@ -88,14 +111,18 @@ def digests(order: PipelineFactory, state: State) -> list[int]:
     """The digest behind each of the samples from a state to the end of data."""
     pipeline = order.pipeline(state)
     group = pipeline.begin_group(
-        BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_micro_steps=10_000)
+        BatchPlan(
+            start_index=state.sample_index, world_size=1, batch_size=1, group_micro_steps=10_000
+        )
     )
     pipeline.fill(group, 10_000)
     assert pipeline.ended is not None
     return [mark.digest for mark in group.marks]
 
 
-def test_a_remote_file_that_is_missing_changed_or_shortened_is_named(corpus: Path, store: Any) -> None:
+def test_a_remote_file_that_is_missing_changed_or_shortened_is_named(
+    corpus: Path, store: Any
+) -> None:
     spec = at(PLACE, PROSE)
     frozen = manifest.build([spec], corpus)
     name = "/corpus/data/prose/1.txt"
@@ -116,12 +143,18 @@ def test_a_remote_file_that_is_missing_changed_or_shortened_is_named(corpus: Pat
     manifest.verify(frozen, corpus, SOURCES, manifest.Listings(SOURCES))
     store.pipe_file(name, text[:-1])
     assert all(
-        f"{shown!r} was shortened: found {len(text) - 1} bytes, expected {len(text)}" in said for said in found()
+        f"{shown!r} was shortened: found {len(text) - 1} bytes, expected {len(text)}" in said
+        for said in found()
     )
     store.pipe_file(name, text[::-1])
-    assert all(f"{shown!r} has other content: found fingerprint modified:" in said for said in found())
+    assert all(
+        f"{shown!r} has other content: found fingerprint modified:" in said for said in found()
+    )
     store.rm_file(name)
-    assert all(f"{shown!r} is missing (expected {len(text)} bytes at {shown!r})" in said for said in found())
+    assert all(
+        f"{shown!r} is missing (expected {len(text)} bytes at {shown!r})" in said
+        for said in found()
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,14 +174,19 @@ def test_a_remote_pointer_is_refused(corpus: Path, store: Any, file: str, spec: 
 def test_files_that_appeared_are_told(corpus: Path, store: Any) -> None:
     frozen = manifest.build([at(PLACE, PROSE)], corpus)
     store.pipe_file("/corpus/data/prose/9.txt", b"new\n")
-    assert manifest.appeared(frozen, corpus, manifest.Listings(SOURCES)) == (f"{PLACE}/data/prose/9.txt",)
+    assert manifest.appeared(frozen, corpus, manifest.Listings(SOURCES)) == (
+        f"{PLACE}/data/prose/9.txt",
+    )
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         (f"txt:{PLACE}/no-such-*.txt:text", f"no file matches '{PLACE}/no-such-*.txt'"),
-        (f"txt:{PLACE}/data:text", f"'{PLACE}/data' is a folder, expected files; name them by a pattern such as"),
+        (
+            f"txt:{PLACE}/data:text",
+            f"'{PLACE}/data' is a folder, expected files; name them by a pattern such as",
+        ),
         (f"arrow:{PLACE}/data/prose:text", "no Arrow file in"),
         (f"parquet:{PLACE}/data/docs.jsonl:text", "is not a readable Parquet file"),
         ("txt:no-such-storage://x/y:text", "storage that fsspec cannot read"),
@@ -188,10 +226,17 @@ def test_data_roots_hold_urls_too(corpus: Path) -> None:
     config = parsed(flat([str(at(PLACE, PROSE))]))
     for places in ([f"{PLACE}/data"], [f"{PLACE}/data/prose/"], [corpus, "memory://corpus"]):
         builder.create(config, corpus, None, DataRoots.of(places))
-    for places in ([corpus], ["memory://corp"], ["memory://corpus/data/prose/deep"], ["s3://corpus"]):
+    for places in (
+        [corpus],
+        ["memory://corp"],
+        ["memory://corpus/data/prose/deep"],
+        ["s3://corpus"],
+    ):
         with pytest.raises(ConfigError, match=r"lies below no data root; expected it below"):
             builder.create(config, corpus, None, DataRoots.of(places))
     with pytest.raises(ConfigError, match="lies below no data root"):
-        builder.create(parsed(flat(["txt:data/prose/0.txt:text"])), corpus, None, DataRoots.of([PLACE]))
+        builder.create(
+            parsed(flat(["txt:data/prose/0.txt:text"])), corpus, None, DataRoots.of([PLACE])
+        )
     with pytest.raises(ConfigError, match=r"--data-root: the URL 's3://…@bucket' carries"):
         DataRoots.of(["s3://KEY:SECRET@bucket"])

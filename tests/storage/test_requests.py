@@ -56,16 +56,24 @@ def test_a_file_is_read_once_in_few_and_large_requests(
     source = open_source(spec_of(spec.format(f"s3://{BUCKET}")), tmp_path)
     store.requests.clear()
     assert sum(len(rows.column) for rows in source.read(0, 0)) == ROWS
-    spans = [tuple(map(int, read.range.removeprefix("bytes=").split("-"))) for read in store.reads()]
+    spans = [
+        tuple(map(int, read.range.removeprefix("bytes=").split("-"))) for read in store.reads()
+    ]
     assert len(store.requests) <= requests
     assert sum(end + 1 - begin for begin, end in spans) < 1.05 * source.shards[0].size
 
 
 def test_where_a_file_does_not_say_what_is_next_it_is_said_once(
-    store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(pages, "MAX_FOOTER_BYTES", 64)
     source = open_source(spec_of(f"parquet:s3://{BUCKET}/text.parquet:text"), tmp_path)
     assert [sum(len(rows.column) for rows in source.read(0, 0)) for _ in range(2)] == [ROWS, ROWS]
     (warning,) = (one.message for one in caplog.records if one.levelname == "WARNING")
-    assert "text.parquet': nothing of it is read ahead (no footer, an encrypted one, or a very long one)" in warning
+    assert (
+        "text.parquet': nothing of it is read ahead (no footer, an encrypted one, or a very long one)"
+        in warning
+    )

@@ -56,7 +56,9 @@ class Troubled(MemoryFileSystem):
         stripped: str = super()._strip_protocol(path.replace("troubled://", "memory://"))
         return stripped
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **_: Any
+    ) -> bytes:
         number = len(self.reads)
         self.reads.append((path, start or 0, end or 0))
         type(self).trouble(number)
@@ -105,7 +107,9 @@ def test_a_read_that_fails_is_tried_again(storage: type[Troubled], tmp_path: Pat
     assert len(storage.reads) == 4
     assert shared.longest_wait(0.0) is None
     assert (shared.measures.retries.value, shared.measures.hedges.value) == (3, 0)
-    assert shared.measures.reads.read()[0][-1] == ("+Inf", 2), "what the storage says of the file, and the read"
+    assert shared.measures.reads.read()[0][-1] == ("+Inf", 2), (
+        "what the storage says of the file, and the read"
+    )
 
 
 def test_a_read_that_hangs_is_started_a_second_time_and_the_first_answer_counts(
@@ -128,7 +132,9 @@ def test_what_is_usual_decides_when_a_read_is_late() -> None:
     assert shared.hedge_after_s(1 << 10) == 0.5, "others of other sizes"
     for _ in range(64):
         shared.took(1 << 20, 60.0)
-    assert shared.hedge_after_s(1 << 20) == 30.0, "never later than a further attempt is made anyway"
+    assert shared.hedge_after_s(1 << 20) == 30.0, (
+        "never later than a further attempt is made anyway"
+    )
 
 
 def test_storage_that_never_answers_is_named_and_then_an_error(
@@ -171,7 +177,9 @@ def test_failing_storage_is_no_damage(storage: type[Troubled], tmp_path: Path, s
             sink.write(b'{"text": "x"}\n' * 200_000)
     ending = "/*" if scheme != "arrow" else ""
     put(f"a/x.{scheme}", sink.getvalue().to_pybytes())
-    reader = open_source(spec_of(f"{scheme}:troubled://a{ending}:text"), tmp_path, io_stats=IoStats(HURRY))
+    reader = open_source(
+        spec_of(f"{scheme}:troubled://a{ending}:text"), tmp_path, io_stats=IoStats(HURRY)
+    )
     first = len(storage.reads)
 
     def trouble(number: int) -> None:
@@ -179,30 +187,42 @@ def test_failing_storage_is_no_damage(storage: type[Troubled], tmp_path: Path, s
             raise OSError("the network is down")
 
     storage.trouble = staticmethod(trouble)
-    with pytest.raises(StorageError, match=r"could not be read for 1 s, .*OSError: the network is down"):
+    with pytest.raises(
+        StorageError, match=r"could not be read for 1 s, .*OSError: the network is down"
+    ):
         list(reader.read(0, 0))
 
 
-@pytest.mark.parametrize(("error", "reads"), [(PermissionError("not yours"), 2), (FileNotFoundError("gone"), 1)])
+@pytest.mark.parametrize(
+    ("error", "reads"), [(PermissionError("not yours"), 2), (FileNotFoundError("gone"), 1)]
+)
 def test_a_refusal_is_asked_for_again_with_new_credentials_alone(
     storage: type[Troubled], tmp_path: Path, error: OSError, reads: int
 ) -> None:
     url = put("a/x.bin", DATA)
     with open_file(url, tmp_path, io_stats=IoStats(PATIENT)) as file:
         storage.trouble = staticmethod(fails(error, 10**9))
-        with pytest.raises(StorageError, match=f"its storage refuses it .{type(error).__name__}: {error}"):
+        with pytest.raises(
+            StorageError, match=f"its storage refuses it .{type(error).__name__}: {error}"
+        ):
             file.read_at(0, 10)
     assert len(storage.reads) == reads
 
 
-def test_a_file_that_changes_while_it_is_read_is_named(storage: type[Troubled], tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_is_named(
+    storage: type[Troubled], tmp_path: Path
+) -> None:
     url = put("a/x.bin", DATA)
     with open_file(url, tmp_path, "the file", IoStats(PATIENT)) as file:
         put("a/x.bin", DATA[:1000])
-        with pytest.raises(SourceChanged, match=r"the file was changed while being read: found 1000 bytes"):
+        with pytest.raises(
+            SourceChanged, match=r"the file was changed while being read: found 1000 bytes"
+        ):
             file.read_at(200_000, 100_000)
         fsspec.filesystem("troubled").rm_file("/a/x.bin")
-        with pytest.raises(SourceChanged, match="the file is missing: it was deleted while being read"):
+        with pytest.raises(
+            SourceChanged, match="the file is missing: it was deleted while being read"
+        ):
             file.read_at(200_000, 100_000)
 
 
@@ -226,7 +246,9 @@ def test_what_was_planned_is_read_ahead_in_few_reads_and_little_memory(
     assert shared.reserve(io_stats.AHEAD_BYTES), "all that was taken was given back"
 
 
-def test_without_memory_for_it_nothing_is_read_ahead(storage: type[Troubled], tmp_path: Path) -> None:
+def test_without_memory_for_it_nothing_is_read_ahead(
+    storage: type[Troubled], tmp_path: Path
+) -> None:
     url = put("a/x.bin", DATA)
     shared = IoStats(PATIENT)
     assert shared.reserve(io_stats.AHEAD_BYTES)
@@ -234,7 +256,9 @@ def test_without_memory_for_it_nothing_is_read_ahead(storage: type[Troubled], tm
         file.plan([Range(0, len(DATA))])
         for at in range(0, 1_000_000, 100_000):
             assert file.read_at(at, 100_000) == DATA[at : at + 100_000]
-    assert [read[1:] for read in storage.reads] == [(at, at + 100_000) for at in range(0, 1_000_000, 100_000)]
+    assert [read[1:] for read in storage.reads] == [
+        (at, at + 100_000) for at in range(0, 1_000_000, 100_000)
+    ]
 
 
 def test_reading_elsewhere_leaves_the_plan_alone(storage: type[Troubled], tmp_path: Path) -> None:
@@ -274,7 +298,11 @@ class Site(BaseHTTPRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             return
-        body = b'<a href="x.txt">x</a> <a href="sub/">s</a>' if self.path.endswith("/") else b"one\ntwo\n"
+        body = (
+            b'<a href="x.txt">x</a> <a href="sub/">s</a>'
+            if self.path.endswith("/")
+            else b"one\ntwo\n"
+        )
         self.send_response(self.status)
         self.send_header("Content-Type", "text/html" if self.path.endswith("/") else "text/plain")
         self.send_header("Content-Length", str(len(body)))
@@ -323,8 +351,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_web_server_that_fails_is_taken_for_what_it_says(site: Callable[[int], str], fault: str) -> None:
-    places = {"refused": f"http://127.0.0.1:{free_port()}/d", "name": "http://no-such-host.invalid/d"}
+def test_a_web_server_that_fails_is_taken_for_what_it_says(
+    site: Callable[[int], str], fault: str
+) -> None:
+    places = {
+        "refused": f"http://127.0.0.1:{free_port()}/d",
+        "name": "http://no-such-host.invalid/d",
+    }
     place = places.get(fault) or site(int(fault) if fault.isdecimal() else 200)
     place = place.replace("http:", "https:") if fault == "tls" else place
     files = remote.filesystem(remote.root(place))
@@ -341,7 +374,12 @@ def test_a_web_server_that_fails_is_taken_for_what_it_says(site: Callable[[int],
     ("status", "kind", "text", "of_pattern"),
     [
         (404, SourceChanged, "is missing .expected 8 bytes", "no file matches"),
-        (410, SourceChanged, "is missing .expected 8 bytes", "its storage refuses it .ClientResponseError: 410"),
+        (
+            410,
+            SourceChanged,
+            "is missing .expected 8 bytes",
+            "its storage refuses it .ClientResponseError: 410",
+        ),
         (401, StorageError, "its storage refuses it .ClientResponseError: 401", ""),
         (403, StorageError, "its storage refuses it .ClientResponseError: 403", ""),
         (0, StorageError, "could not be read for 1 s", ""),
@@ -362,14 +400,18 @@ def test_only_an_answer_that_it_is_not_there_is_a_file_that_was_deleted(
     with pytest.raises(kind, match=text):
         files.open_shard(spec, shard, tmp_path)
     with pytest.raises(kind, match=text):
-        manifest.verify(Manifest((SourceFiles(str(spec), (shard,)),)), tmp_path, SOURCES, Listings(SOURCES))
+        manifest.verify(
+            Manifest((SourceFiles(str(spec), (shard,)),)), tmp_path, SOURCES, Listings(SOURCES)
+        )
     # A folder that fails is not an empty one.
     for pattern in ("*.txt", "**/*.txt", "s*/*.txt"):
         with pytest.raises(SourceError, match=of_pattern or text):
             open_source(spec_of(f"txt:{place}/{pattern}:text"), tmp_path)
 
 
-@pytest.mark.parametrize(("status", "kind"), [(0, StorageError), (503, StorageError), (404, SourceChanged)])
+@pytest.mark.parametrize(
+    ("status", "kind"), [(0, StorageError), (503, StorageError), (404, SourceChanged)]
+)
 def test_a_web_server_that_is_away_while_a_file_is_read_is_waited_for(
     site: Callable[[int], str], tmp_path: Path, status: int, kind: type[Exception]
 ) -> None:
@@ -394,7 +436,9 @@ def test_credentials_that_ran_out_are_asked_for_anew(tmp_path: Path) -> None:
         url = f"s3://{BUCKET}/x.txt"
         with open_file(url, tmp_path, io_stats=IoStats(PATIENT)) as file:
             store.trouble = lambda request: None if request.key == "new-key" else 403
-            with pytest.raises(StorageError, match=r"its storage refuses it \(PermissionError: Forbidden\)"):
+            with pytest.raises(
+                StorageError, match=r"its storage refuses it \(PermissionError: Forbidden\)"
+            ):
                 file.read_at(0, 8)
             os.environ["AWS_ACCESS_KEY_ID"] = "new-key"
             assert file.read_at(0, 8) == b"one\ntwo\n"
@@ -407,10 +451,14 @@ def test_a_refusal_that_says_expired_is_waited_for(storage: type[Troubled], tmp_
         assert file.read_at(0, 10) == DATA[:10]
 
 
-def test_a_file_of_this_machine_that_may_not_be_read_is_not_one_that_changed(tmp_path: Path) -> None:
+def test_a_file_of_this_machine_that_may_not_be_read_is_not_one_that_changed(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "x.txt").symlink_to("x.txt")  # also root may not open it
     spec, shard = shard_at("x")[0], Shard("x.txt", 8, "xxh3:0")
-    with pytest.raises(StorageError, match=r"cannot be read .Too many levels of symbolic links.*nothing is lost"):
+    with pytest.raises(
+        StorageError, match=r"cannot be read .Too many levels of symbolic links.*nothing is lost"
+    ):
         files.open_shard(spec, shard, tmp_path)
     with pytest.raises(StorageError, match="Too many levels"):
         files.difference(shard, tmp_path)

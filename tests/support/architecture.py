@@ -47,7 +47,17 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("integrations",),
     ),
     PROTO: (
-        ("__init__", "address", "batch_schedule", "certificate", "errors", "file_errors", "files", "process", "seal"),
+        (
+            "__init__",
+            "address",
+            "batch_schedule",
+            "certificate",
+            "errors",
+            "file_errors",
+            "files",
+            "process",
+            "seal",
+        ),
         ("credentials", "dataloader_pb2", "delivered", "protocol", "release", "threads"),
         ("dataloader_pb2_grpc", "resume"),
         ("rest",),
@@ -64,7 +74,15 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.run.slots": frozenset({"core"}),
     f"{SERVER}.run.delivery": frozenset({"core", "order.steps"}),
     f"{SERVER}.run.generation": frozenset(
-        {"core", "errors", "order.batch_plans", "order.steps", "run.delivery", "run.sizing", "run.slots"}
+        {
+            "core",
+            "errors",
+            "order.batch_plans",
+            "order.steps",
+            "run.delivery",
+            "run.sizing",
+            "run.slots",
+        }
     ),
 }
 
@@ -89,7 +107,13 @@ USES_SERVER = f"{CLIENT}.job_server.in_process"
 #: What lies at the edge stays there: these names may be imported by the units beside them only.
 EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     (
-        ("grpc", "grpc_health", "grpc_reflection", f"{PROTO}.dataloader_pb2", f"{PROTO}.dataloader_pb2_grpc"),
+        (
+            "grpc",
+            "grpc_health",
+            "grpc_reflection",
+            f"{PROTO}.dataloader_pb2",
+            f"{PROTO}.dataloader_pb2_grpc",
+        ),
         frozenset(
             {
                 f"{SERVER}.api.grpc",
@@ -113,9 +137,17 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
         ("torch",),  # without which all else of the client and of the server works
         frozenset(
             {
-                *(f"{CLIENT}.batch.{name}" for name in ("device", "frame", "layout", "tensors")),  # layout: types alone
-                *(f"{CLIENT}.connection.topology", f"{CLIENT}.job_server.launch"),  # the process group, where one is
-                *(f"{CLIENT}.datasets.{name}" for name in ("data_loader", "evaluation", "local", "peek", "peer_line")),
+                *(
+                    f"{CLIENT}.batch.{name}" for name in ("device", "frame", "layout", "tensors")
+                ),  # layout: types alone
+                *(
+                    f"{CLIENT}.connection.topology",
+                    f"{CLIENT}.job_server.launch",
+                ),  # the process group, where one is
+                *(
+                    f"{CLIENT}.datasets.{name}"
+                    for name in ("data_loader", "evaluation", "local", "peek", "peer_line")
+                ),
                 *(f"{CLIENT}.datasets.{name}" for name in ("remote", "tensors", "training")),
                 *(f"{CLIENT}.clock.lr_scheduler", f"{CLIENT}.losses", INTEGRATIONS),
                 USES_CLIENT_AND_TORCH,
@@ -124,7 +156,10 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
             }
         ),
     ),
-    (("transformers", "trl", "accelerate", "lightning", "torchdata", "mlflow"), frozenset({INTEGRATIONS})),
+    (
+        ("transformers", "trl", "accelerate", "lightning", "torchdata", "mlflow"),
+        frozenset({INTEGRATIONS}),
+    ),
 )
 
 #: A whole world of ranks, faults and restarts can be simulated in one process because these know no clock
@@ -135,7 +170,14 @@ PURE = tuple(
         *("core", "mixing", "packing", "ledger.commands", "ledger.rules"),
         *("order.batch_plans", "order.feed", "order.pipeline", "order.replay", "order.steps"),
         *("run.generation", "run.slots"),
-        *("run.active_generation", "run.delivery", "run.head", "run.lease", "run.join_call", "run.sizing"),
+        *(
+            "run.active_generation",
+            "run.delivery",
+            "run.head",
+            "run.lease",
+            "run.join_call",
+            "run.sizing",
+        ),
         *("run.views",),
         *(
             "tokenizer.boundary",
@@ -145,12 +187,38 @@ PURE = tuple(
             "tokenizer.definition",
             "tokenizer.documents",
         ),
-        *("tokenizer.engine", "tokenizer.engine_ids", "tokenizer.files", "tokenizer.masked", "tokenizer.text"),
+        *(
+            "tokenizer.engine",
+            "tokenizer.engine_ids",
+            "tokenizer.files",
+            "tokenizer.masked",
+            "tokenizer.text",
+        ),
     )
 )
 IMPURE = (
-    *("asyncio", "concurrent", "datetime", "multiprocessing", "queue", "select", "selectors", "signal", "socket"),
-    *("subprocess", "threading", "time", "redis", "sqlite3", "random", "secrets", "uuid", "numpy.random"),
+    *(
+        "asyncio",
+        "concurrent",
+        "datetime",
+        "multiprocessing",
+        "queue",
+        "select",
+        "selectors",
+        "signal",
+        "socket",
+    ),
+    *(
+        "subprocess",
+        "threading",
+        "time",
+        "redis",
+        "sqlite3",
+        "random",
+        "secrets",
+        "uuid",
+        "numpy.random",
+    ),
 )
 
 #: A live run's lock and all that it guards belong to one object, whose parts lie in these modules. Others hold it, and
@@ -158,15 +226,52 @@ IMPURE = (
 COORDINATOR = tuple(
     f"{SERVER}.run.{name}"
     for name in (
-        *("active_generation", "attempts", "committer", "context", "coordinator", "head", "leadership", "lease"),
-        *("pins", "present_generation", "producer", "sessions", "silent_ranks", "takeover", "timeline_changes"),
+        *(
+            "active_generation",
+            "attempts",
+            "committer",
+            "context",
+            "coordinator",
+            "head",
+            "leadership",
+            "lease",
+        ),
+        *(
+            "pins",
+            "present_generation",
+            "producer",
+            "sessions",
+            "silent_ranks",
+            "takeover",
+            "timeline_changes",
+        ),
     )
 )
 COORDINATED = frozenset({"coordinator", "_coordinator", "active"})
 PARTS = frozenset(
     {
-        *("active", "context", "head", "lease", "pins", "present", "_attempts", "_claims", "_context", "_leadership"),
-        *("_head", "_lease", "_overview", "_pins", "_present", "_silent_ranks", "generation", "slots"),
+        *(
+            "active",
+            "context",
+            "head",
+            "lease",
+            "pins",
+            "present",
+            "_attempts",
+            "_claims",
+            "_context",
+            "_leadership",
+        ),
+        *(
+            "_head",
+            "_lease",
+            "_overview",
+            "_pins",
+            "_present",
+            "_silent_ranks",
+            "generation",
+            "slots",
+        ),
     }
 )
 
@@ -210,12 +315,25 @@ NEEDS = {
 
 #: Loading data with these can execute it.
 BANNED_IMPORTS = (
-    *("pickle", "_pickle", "cPickle", "pickle5", "marshal", "shelve", "dill", "cloudpickle", "joblib"),
+    *(
+        "pickle",
+        "_pickle",
+        "cPickle",
+        "pickle5",
+        "marshal",
+        "shelve",
+        "dill",
+        "cloudpickle",
+        "joblib",
+    ),
     *("numpy.lib.format.read_array", "pandas.read_pickle"),
 )
 BANNED_CALLS = {
     **dict.fromkeys(("exec", "eval", "builtins.eval", "__import__"), "executes text"),
-    **dict.fromkeys(("yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.load_all"), "is not safe"),
+    **dict.fromkeys(
+        ("yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.load_all"),
+        "is not safe",
+    ),
     **dict.fromkeys(("os.system", "os.popen"), "starts a shell"),
     **dict.fromkeys(
         (
@@ -229,8 +347,32 @@ SAFE_LOADERS = {"yaml.SafeLoader", "yaml.CSafeLoader", "yaml.BaseLoader"}
 #: What may be called while a module is imported: builders of constants. Anything in CapWords is one, but for these.
 IMPORT_TIME_CALLS = frozenset(
     {
-        *("compile", "dtype", "field", "files", "frozenset", "getLogger", "joinpath", "model_rebuild", "namedtuple"),
-        *("tuple", "dict", "sorted", "range", "len", "min", "max", "bytes", "int", "float", "str", "encode", "join"),
+        *(
+            "compile",
+            "dtype",
+            "field",
+            "files",
+            "frozenset",
+            "getLogger",
+            "joinpath",
+            "model_rebuild",
+            "namedtuple",
+        ),
+        *(
+            "tuple",
+            "dict",
+            "sorted",
+            "range",
+            "len",
+            "min",
+            "max",
+            "bytes",
+            "int",
+            "float",
+            "str",
+            "encode",
+            "join",
+        ),
         *("partial", "fromkeys", "version", "cast", "add_command", "add_typer"),
     }
 )
@@ -239,7 +381,18 @@ IMPORT_TIME_BANNED = re.compile(
 )
 MUTATORS = frozenset(
     {
-        *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft"),
+        *(
+            "add",
+            "append",
+            "appendleft",
+            "clear",
+            "discard",
+            "extend",
+            "insert",
+            "pop",
+            "popitem",
+            "popleft",
+        ),
         *("remove", "reverse", "setdefault", "sort", "update"),
     }
 )
@@ -271,7 +424,9 @@ def unplaced(tree: Tree) -> Iterator[str]:
 
 def upward(tree: Tree) -> Iterator[str]:
     """Nothing points up, and neighbours do not know each other."""
-    rank = {f"{p}.{name}": i for p, rows in LAYERS.items() for i, row in enumerate(rows) for name in row}
+    rank = {
+        f"{p}.{name}": i for p, rows in LAYERS.items() for i, row in enumerate(rows) for name in row
+    }
     for module in tree.modules.values():
         allowed = next((names for owner, names in ONLY.items() if _is(module.name, (owner,))), None)
         for target, line in module.imports:
@@ -279,17 +434,25 @@ def upward(tree: Tree) -> Iterator[str]:
             if other is None or other.package != module.package:
                 continue
             inside = other.unit == module.unit
-            below = rank.get(other.qualified_unit, -1) < rank.get(module.qualified_unit, sys.maxsize)
+            below = rank.get(other.qualified_unit, -1) < rank.get(
+                module.qualified_unit, sys.maxsize
+            )
             if not below and not inside:
                 yield f"{module.at(line)}: {module.unit} imports {other.unit}, which is not below it"
-            elif allowed is not None and not _is(other.name, [f"{module.package}.{name}" for name in allowed]):
+            elif allowed is not None and not _is(
+                other.name, [f"{module.package}.{name}" for name in allowed]
+            ):
                 yield f"{module.at(line)}: {module.unit} imports {other.unit}; it may import {sorted(allowed)} only"
 
 
 def circles(tree: Tree) -> Iterator[str]:
     """No module needs itself by way of others, also within a package."""
     needs = {
-        module.name: {o.name for target, _ in module.imports if (o := tree.resolve(target)) and o.name != module.name}
+        module.name: {
+            o.name
+            for target, _ in module.imports
+            if (o := tree.resolve(target)) and o.name != module.name
+        }
         for module in tree.modules.values()
     }
     try:
@@ -304,7 +467,9 @@ def crossings(tree: Tree) -> Iterator[str]:
     forbidden = {CLIENT: (SERVER,), SERVER: (CLIENT,), PROTO: (CLIENT, SERVER)}
     for module in tree.modules.values():
         for target, line in module.imports:
-            if not _is(module.name, (USES_CLIENT_AND_TORCH, USES_SERVER)) and _is(target, forbidden[module.package]):
+            if not _is(module.name, (USES_CLIENT_AND_TORCH, USES_SERVER)) and _is(
+                target, forbidden[module.package]
+            ):
                 yield f"{module.at(line)}: {module.package} imports {target}; they meet only in {PROTO}"
 
 
@@ -353,7 +518,11 @@ def code_in_data(tree: Tree) -> Iterator[str]:
 def _safe_loaders_of(module: Module) -> set[str]:
     """Classes of a module that derive from a safe YAML loader."""
     classes = [node for node in module.syntax.body if isinstance(node, ast.ClassDef)]
-    return {c.name for c in classes if c.bases and all(_dotted(base) in SAFE_LOADERS for base in c.bases)}
+    return {
+        c.name
+        for c in classes
+        if c.bases and all(_dotted(base) in SAFE_LOADERS for base in c.bases)
+    }
 
 
 def _dangerous(call: ast.Call, safe_loaders: set[str]) -> str | None:
@@ -365,7 +534,9 @@ def _dangerous(call: ast.Call, safe_loaders: set[str]) -> str | None:
         return isinstance(node, ast.Constant) and node.value is value
 
     short = name.rpartition(".")[2]
-    reason = BANNED_CALLS.get(name) or (BANNED_CALLS.get(short) if "." in name and short != "eval" else None)
+    reason = BANNED_CALLS.get(name) or (
+        BANNED_CALLS.get(short) if "." in name and short != "eval" else None
+    )
     if reason:
         return f"{name} {reason}"
     if name == "torch.load" and not is_constant("weights_only", True):
@@ -383,7 +554,9 @@ def _dangerous(call: ast.Call, safe_loaders: set[str]) -> str | None:
 
 def dead(tree: Tree) -> Iterator[str]:
     """Every module can be reached from a place where a process starts."""
-    waiting = [name for name in tree.modules if name in ENTRY_POINTS or name.startswith(INTEGRATIONS)]
+    waiting = [
+        name for name in tree.modules if name in ENTRY_POINTS or name.startswith(INTEGRATIONS)
+    ]
     reached: set[str] = set()
     while waiting:
         name = waiting.pop()
@@ -391,7 +564,11 @@ def dead(tree: Tree) -> Iterator[str]:
             continue
         reached.add(name)
         waiting += _parents(name, tree)
-        waiting += [module.name for target, _ in tree.modules[name].imports if (module := tree.resolve(target))]
+        waiting += [
+            module.name
+            for target, _ in tree.modules[name].imports
+            if (module := tree.resolve(target))
+        ]
     for module in tree.modules.values():
         if module.name not in reached:
             yield f"{module.path}: nothing imports it; use it or remove it"
@@ -443,7 +620,11 @@ def _works(module: Module, statement: ast.stmt) -> Iterator[str]:
     for node in _outside_lambdas(statement):
         if isinstance(node, ast.Call):
             name = _dotted(node.func).rpartition(".")[2]
-            builds = name[:1].isupper() or (name[:1] == "_" and name[1:2].isupper()) or name in IMPORT_TIME_CALLS
+            builds = (
+                name[:1].isupper()
+                or (name[:1] == "_" and name[1:2].isupper())
+                or name in IMPORT_TIME_CALLS
+            )
             if not builds or IMPORT_TIME_BANNED.search(name):
                 yield f"{module.at(node.lineno)}: {_dotted(node.func) or 'a call'}() runs on import"
         elif isinstance(node, ast.Attribute) and _dotted(node) == "os.environ":
@@ -461,12 +642,24 @@ def _mutable_global(statement: ast.stmt) -> str | None:
     """The name that a statement binds to something mutable."""
     if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
         name, value = statement.targets[0].id, statement.value
-    elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
+    elif (
+        isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and statement.value
+    ):
         name, value = statement.target.id, statement.value
     else:
         return None
-    built = isinstance(value, ast.Call) and _dotted(value.func) in {"dict", "list", "set", "deque", "defaultdict"}
-    literal = isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp)
+    built = isinstance(value, ast.Call) and _dotted(value.func) in {
+        "dict",
+        "list",
+        "set",
+        "deque",
+        "defaultdict",
+    }
+    literal = isinstance(
+        value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
+    )
     return name if built or literal else None
 
 
@@ -476,7 +669,11 @@ def _changes(module: Module, constants: set[str]) -> Iterator[str]:
         changed: list[ast.expr] = []
         if isinstance(node, ast.Global):
             yield f"{module.at(node.lineno)}: global {', '.join(node.names)}; give the state an owner"
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in MUTATORS
+        ):
             changed = [node.func.value]
         elif isinstance(node, ast.Assign | ast.Delete):
             changed = [target.value for target in node.targets if isinstance(target, ast.Subscript)]
@@ -494,7 +691,9 @@ def coordinated(tree: Tree) -> Iterator[str]:
         is_part = module.name in COORDINATOR
         for node in ast.walk(module.syntax):
             owners = PARTS if is_part else COORDINATED
-            if isinstance(node, ast.Attribute) and (names := owners & {*_dotted(node.value).split(".")}):
+            if isinstance(node, ast.Attribute) and (
+                names := owners & {*_dotted(node.value).split(".")}
+            ):
                 owner, is_lock = min(names), node.attr == "lock" or node.attr.endswith("_lock")
                 if node.attr.startswith("_") or (is_lock and not is_part):
                     yield f"{module.at(node.lineno)}: {owner}.{node.attr} is its own; send it a command"
@@ -506,7 +705,13 @@ def watched_over(tree: Tree) -> Iterator[str]:
     """Each thread is one of ``tokenloom_proto.threads``, which gives it a name and a last line of defence."""
     for module in tree.modules.values():
         for node in ast.walk(module.syntax) if module.name != f"{PROTO}.threads" else ():
-            made = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+            made = (
+                [node.func]
+                if isinstance(node, ast.Call)
+                else node.bases
+                if isinstance(node, ast.ClassDef)
+                else []
+            )
             for name in filter(_THREADS.fullmatch, map(_dotted, made)):
                 yield f"{module.at(node.lineno)}: {name} is a thread that nobody watches over; take Background or pool"
 
@@ -519,12 +724,20 @@ def thread_kinds(tree: Tree) -> set[str]:
     kinds = set()
     for module in tree.modules.values():
         calls = [node for node in ast.walk(module.syntax) if isinstance(node, ast.Call)]
-        subclasses = [node for node in ast.walk(module.syntax) if isinstance(node, ast.ClassDef) and _is_thread(node)]
+        subclasses = [
+            node
+            for node in ast.walk(module.syntax)
+            if isinstance(node, ast.ClassDef) and _is_thread(node)
+        ]
         own = [each for node in subclasses for each in ast.walk(node) if isinstance(each, ast.Call)]
         made = [call for call in calls if _dotted(call.func) in _THREAD_MAKERS]
         made += [call for call in own if ast.unparse(call.func) == "super().__init__"]
         parts = [part for call in made for argument in call.args[:2] for part in ast.walk(argument)]
-        kinds |= {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+        kinds |= {
+            part.value
+            for part in parts
+            if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        }
     return kinds
 
 

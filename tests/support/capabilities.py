@@ -37,7 +37,17 @@ ENVIRONMENT = re.compile(
 
 
 def capabilities() -> str:
-    kinds = (_commands, _routes, _mixture_fields, _metrics, _errors, _client, _integrations, _wire, _variables)
+    kinds = (
+        _commands,
+        _routes,
+        _mixture_fields,
+        _metrics,
+        _errors,
+        _client,
+        _integrations,
+        _wire,
+        _variables,
+    )
     return "".join(f"{line}\n" for line in sorted({line for kind in kinds for line in kind()}))
 
 
@@ -54,7 +64,9 @@ def _commands() -> Iterator[str]:
         yield f"cli: {path}"
         for parameter in command.params:
             names = "/".join([*parameter.opts, *parameter.secondary_opts])
-            yield f"cli: {path} {names}" + (f" (environment {parameter.envvar})" if parameter.envvar else "")
+            yield f"cli: {path} {names}" + (
+                f" (environment {parameter.envvar})" if parameter.envvar else ""
+            )
 
 
 def _routes() -> Iterator[str]:
@@ -68,8 +80,13 @@ def _routes() -> Iterator[str]:
             asked = {"body": operation["requestBody"]} if "requestBody" in operation else {}
             for kind, body in (asked | operation["responses"]).items():
                 yield f"{route} {kind}"
-                for content in body.get("content", {}).values() if kind in ("body", "200", "201") else ():
-                    yield from (f"{route} {kind} {field}" for field in _fields(content["schema"], definitions, ()))
+                for content in (
+                    body.get("content", {}).values() if kind in ("body", "200", "201") else ()
+                ):
+                    yield from (
+                        f"{route} {kind} {field}"
+                        for field in _fields(content["schema"], definitions, ())
+                    )
 
 
 def _mixture_fields() -> Iterator[str]:
@@ -114,7 +131,9 @@ def _fields(
 
 def _metrics() -> Iterator[str]:
     for family in create_registry(MemoryService(), version="0", access=ACCESS).collect():
-        labels = {name for sample in family.samples for name in sample.labels} | set(getattr(family, "_labelnames", ()))
+        labels = {name for sample in family.samples for name in sample.labels} | set(
+            getattr(family, "_labelnames", ())
+        )
         yield f"metric: {family.type} {family.name}{{{','.join(sorted(labels))}}}"
 
 
@@ -130,7 +149,9 @@ def _client() -> Iterator[str]:
         value = getattr(tokenloom, name)
         yield f"client: {name}"
         if not inspect.isclass(value):
-            yield from (f"client: {name}({parameter})" for parameter in inspect.signature(value).parameters)
+            yield from (
+                f"client: {name}({parameter})" for parameter in inspect.signature(value).parameters
+            )
             continue
         seen: set[str] = set()
         for kind in (kind for kind in value.__mro__ if kind.__module__.startswith("tokenloom.")):
@@ -138,12 +159,18 @@ def _client() -> Iterator[str]:
             members = {member: found for member, found in members.items() if member not in seen}
             seen |= members.keys()
             for member, found in members.items():
-                if not member.startswith("_") or (member == "__init__" and inspect.isfunction(found)):
+                if not member.startswith("_") or (
+                    member == "__init__" and inspect.isfunction(found)
+                ):
                     function = getattr(found, "__func__", found)
                     shown = f"{name}.{member}".removesuffix(".__init__")
                     yield f"client: {shown}"
                     if inspect.isfunction(function):
-                        names = [n for n in inspect.signature(function).parameters if n not in ("self", "cls")]
+                        names = [
+                            n
+                            for n in inspect.signature(function).parameters
+                            if n not in ("self", "cls")
+                        ]
                         yield from (f"client: {shown}({parameter})" for parameter in names)
 
 
@@ -157,7 +184,9 @@ def _integrations() -> Iterator[str]:
             if isinstance(node, ast.ClassDef) and not name.startswith("_"):
                 yield f"integration: {within}.{name}"
                 waiting += [(f"{within}.{name}", member) for member in node.body]
-            elif isinstance(node, ast.FunctionDef) and (not name.startswith("_") or name == "__init__"):
+            elif isinstance(node, ast.FunctionDef) and (
+                not name.startswith("_") or name == "__init__"
+            ):
                 arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
                 yield f"integration: {within}.{name}({', '.join(argument.arg for argument in arguments)})"
 
@@ -167,7 +196,9 @@ def _wire() -> Iterator[str]:
         for field in message.fields:
             yield f"wire: {message.full_name}.{field.name} = {field.number}"
         for enum in message.enum_types:
-            yield from (f"wire: {enum.full_name}.{value.name} = {value.number}" for value in enum.values)
+            yield from (
+                f"wire: {enum.full_name}.{value.name} = {value.number}" for value in enum.values
+            )
         for below in message.nested_types:
             yield from walk(below)
 

@@ -44,18 +44,26 @@ def numbers(count: int, salt: int, low: int, high: int) -> list[int]:
 
 def id_rows(rows: int, salt: int, longest: int) -> list[list[int]]:
     """Rows of ids below 256; about one in ``longest`` is empty."""
-    return [numbers(length, salt + 1000 + i, 0, 256) for i, length in enumerate(numbers(rows, salt, 0, longest))]
+    return [
+        numbers(length, salt + 1000 + i, 0, 256)
+        for i, length in enumerate(numbers(rows, salt, 0, longest))
+    ]
 
 
 def text_rows(rows: int, salt: int, longest: int) -> list[str]:
     """Rows of digits and spaces, so that text is made of integers, too."""
     lengths = numbers(rows, salt, 0, longest)
-    return [" ".join(map(str, numbers(length, salt + 1000 + i, 0, 100))) for i, length in enumerate(lengths)]
+    return [
+        " ".join(map(str, numbers(length, salt + 1000 + i, 0, 100)))
+        for i, length in enumerate(lengths)
+    ]
 
 
 def write_parquet(path: Path, rows: Sequence[Sequence[int] | None], group: int = 3) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"ids": pa.array(rows, pa.list_(pa.uint16()))}), path, row_group_size=group)
+    pq.write_table(
+        pa.table({"ids": pa.array(rows, pa.list_(pa.uint16()))}), path, row_group_size=group
+    )
 
 
 def write_jsonl(path: Path, rows: Sequence[str]) -> None:
@@ -74,7 +82,9 @@ def write_arrow(folder: Path, rows: Sequence[Sequence[int]]) -> None:
 
     datasets.disable_progress_bars()
     features = datasets.Features({"ids": datasets.Sequence(datasets.Value("int32"))})
-    datasets.Dataset.from_dict({"ids": [list(row) for row in rows]}, features=features).save_to_disk(folder)
+    datasets.Dataset.from_dict(
+        {"ids": [list(row) for row in rows]}, features=features
+    ).save_to_disk(folder)
 
 
 def write_megatron(prefix: Path, rows: Sequence[Sequence[int]]) -> None:
@@ -139,7 +149,9 @@ def mixture(**fields: Any) -> dict[str, Any]:
 
 def flat(specs: Sequence[str], policy: str = "least_consumed", **fields: Any) -> dict[str, Any]:
     """A mixture file with one node over sources of equal weight."""
-    return mixture(mixture={"policy": policy, "children": [{"source": spec} for spec in specs]}, **fields)
+    return mixture(
+        mixture={"policy": policy, "children": [{"source": spec} for spec in specs]}, **fields
+    )
 
 
 def parsed(document: dict[str, Any]) -> RunConfig:
@@ -156,7 +168,11 @@ def random_tree(rng: random.Random, depth: int, specs: Iterator[str]) -> dict[st
     policy = rng.choice(list(policies()))
     children: list[dict[str, Any]] = []
     for _ in range(rng.randint(1, 4)):
-        child = random_tree(rng, depth - 1, specs) if depth > 1 and rng.random() < 0.35 else _random_source(rng, specs)
+        child = (
+            random_tree(rng, depth - 1, specs)
+            if depth > 1 and rng.random() < 0.35
+            else _random_source(rng, specs)
+        )
         if policies()[policy].takes != "nothing":
             child["weight"] = rng.choice([1, 1, 2, 0.5, round(rng.uniform(0.01, 9), 3)])
         if policy == "schedule" and children and rng.random() < 0.7:
@@ -188,7 +204,9 @@ def _random_source(rng: random.Random, specs: Iterator[str]) -> dict[str, Any]:
 def _random_points(rng: random.Random) -> list[list[float]]:
     """Ascending in tokens, some of weight 0."""
     at = sorted(rng.sample(range(2000), rng.randint(1, 4)))
-    points: list[list[float]] = [[tokens, rng.choice([0, 0, 1, round(rng.uniform(0.01, 9), 2)])] for tokens in at]
+    points: list[list[float]] = [
+        [tokens, rng.choice([0, 0, 1, round(rng.uniform(0.01, 9), 2)])] for tokens in at
+    ]
     points[rng.randrange(len(points))][1] = 1.5
     return points
 

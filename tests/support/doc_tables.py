@@ -28,7 +28,11 @@ def routes() -> str:
     def rows() -> Iterator[tuple[str, ...]]:
         for path, operations in app.openapi()["paths"].items():
             for method, operation in operations.items():
-                query = [f"`{field['name']}`" for field in operation.get("parameters", ()) if field["in"] == "query"]
+                query = [
+                    f"`{field['name']}`"
+                    for field in operation.get("parameters", ())
+                    if field["in"] == "query"
+                ]
                 token = TOKENS[app.scopes[method.upper(), path]]
                 yield f"`{method.upper()} {path}`", token, ", ".join(query), operation["summary"]
 

@@ -41,7 +41,10 @@ class MemorySource:
     def read(self, shard: int, row: int) -> Iterator[Rows]:
         assert row <= len(self._rows[shard])
         for first in range(row, len(self._rows[shard]), self._chunk_rows):
-            yield Rows(first, pa.array(self._rows[shard][first : first + self._chunk_rows], pa.list_(pa.int32())))
+            yield Rows(
+                first,
+                pa.array(self._rows[shard][first : first + self._chunk_rows], pa.list_(pa.int32())),
+            )
 
 
 def documents_of(
@@ -74,7 +77,9 @@ def samples_of(packer: DocumentPacker, form: SampleFormat, limit: int) -> list[S
     for block in packer.blocks():
         origins = block.origins
         assert len(block.ids) == len(block.hashes) == len(origins) > 0
-        for number, (raw, hashed) in enumerate(zip(block.ids, block.hashes, strict=True), start=origins.first_sample):
+        for number, (raw, hashed) in enumerate(
+            zip(block.ids, block.hashes, strict=True), start=origins.first_sample
+        ):
             assert memoryview(raw).readonly
             assert len(raw) == form.sample_bytes
             position = origins.after(number)
@@ -142,23 +147,33 @@ class Case:
         }
         return documents_of(self.shards, chunk_rows or self.chunk_rows, self.epochs, excluded)
 
-    def samples(self, limit: int, state: SourceState | None = None, chunk_rows: int = 0) -> list[Sample]:
+    def samples(
+        self, limit: int, state: SourceState | None = None, chunk_rows: int = 0
+    ) -> list[Sample]:
         return samples_of(self.packer(state, chunk_rows), self.form, limit)
 
     def rows(self) -> Iterator[list[tuple[int, int, int, list[int]]]]:
         """By epoch, as far as it is read: (epoch, shard, row, tokens)."""
-        every = [(shard, row, ids) for shard, many in enumerate(self.shards) for row, ids in enumerate(many)]
+        every = [
+            (shard, row, ids)
+            for shard, many in enumerate(self.shards)
+            for row, ids in enumerate(many)
+        ]
         exact = None if math.isinf(self.epochs) else Fraction(repr(self.epochs))
         for epoch in count():
             left = None if exact is None else exact - epoch
             if left is not None and left <= 0:
                 return
             last = len(every) if left is None or left >= 1 else math.ceil(left * len(every))
-            yield [(epoch, shard, row, [*ids, EOT] if ids else []) for shard, row, ids in every[:last]]
+            yield [
+                (epoch, shard, row, [*ids, EOT] if ids else []) for shard, row, ids in every[:last]
+            ]
 
     def has_tokens(self) -> bool:
         """Whether the first epoch, as far as it is read, has one that is not excluded."""
-        return any(ids and (shard, row) not in self.excluded for _, shard, row, ids in next(self.rows()))
+        return any(
+            ids and (shard, row) not in self.excluded for _, shard, row, ids in next(self.rows())
+        )
 
     def raw(self, ids: Sequence[int]) -> bytes:
         """A sample as it travels."""
@@ -177,9 +192,9 @@ class Case:
             state = state_after(samples[:k], self.length)
             assert self.samples(16 - k, state, chunk_rows) == samples[k:]
             spans = self.packer(state, chunk_rows).spans(16 - k)
-            assert [tuple(chain.from_iterable(span.ids.tolist() for span in its)) for its in spans] == [
-                sample.ids for sample in samples[k:]
-            ]
+            assert [
+                tuple(chain.from_iterable(span.ids.tolist() for span in its)) for its in spans
+            ] == [sample.ids for sample in samples[k:]]
 
 
 _row = st.one_of(st.none(), st.lists(st.integers(0, 249), max_size=14).map(tuple), st.just(()))

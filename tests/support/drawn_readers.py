@@ -33,7 +33,9 @@ class DrawnReaders:
         self._rebuilt = rebuilt
         self._orders: dict[tuple[int, str], PipelineFactory] = {}
 
-    def source(self, record: RunRecord, resources: RunResources, source_id: int, reader: Source) -> RowsOfReaders:
+    def source(
+        self, record: RunRecord, resources: RunResources, source_id: int, reader: Source
+    ) -> RowsOfReaders:
         """See ``Readers``."""
         order = PipelineFactory(record, resources)
         text = describe(order)

@@ -34,7 +34,9 @@ def exchange() -> dict[str, Message]:
     """By what they are: the messages of one rank that joins, gets a micro-step of two samples, and reports it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "data.jsonl").write_text('{"text": "To be, or not to be"}\n' * 8, encoding="utf-8")
+        (folder / "data.jsonl").write_text(
+            '{"text": "To be, or not to be"}\n' * 8, encoding="utf-8"
+        )
         (folder / "worked.yaml").write_text(yaml.safe_dump(_MIXTURE), encoding="utf-8")
         with (
             runs_of(folder, folder / "worked.yaml") as runs,
@@ -46,7 +48,13 @@ def exchange() -> dict[str, Message]:
 
 def _exchange(stub: DataLoaderStub) -> dict[str, Message]:
     join = wire.JoinRequest(
-        run="worked", world_size=1, batch_size=2, attempt="first", nonce="rank-0", resume="fresh", accumulate=1
+        run="worked",
+        world_size=1,
+        batch_size=2,
+        attempt="first",
+        nonce="rank-0",
+        resume="fresh",
+        accumulate=1,
     )
     joined: wire.JoinResponse = stub.Join(join)
     opening = wire.StreamOpen(
@@ -65,7 +73,9 @@ def _exchange(stub: DataLoaderStub) -> dict[str, Message]:
     call = stub.Stream(iter(requests.get, None))
     response = next(answer for answer in call if answer.HasField("batches"))
     micro_step = response.batches.micro_steps[0]
-    progress = wire.Progress(consumed_through=micro_step.end_index, digest=micro_step.digest, credit_micro_steps=1)
+    progress = wire.Progress(
+        consumed_through=micro_step.end_index, digest=micro_step.digest, credit_micro_steps=1
+    )
     requests.put(wire.StreamRequest(progress=progress))
     requests.put(None)
     for _ in call:
@@ -84,7 +94,9 @@ def _exchange(stub: DataLoaderStub) -> dict[str, Message]:
 
 def _with_uid(message: Message, uid: str) -> Message:
     """With the page's id of the run, which is as long, and without the release; a state is sealed anew."""
-    same = type(message).FromString(message.SerializeToString().replace(uid.encode(), RUN_UID.encode()))
+    same = type(message).FromString(
+        message.SerializeToString().replace(uid.encode(), RUN_UID.encode())
+    )
     if isinstance(same, wire.SnapshotResponse):
         same.snapshot_json = seal(json.loads(same.snapshot_json))
     if isinstance(same, wire.JoinResponse):
@@ -117,7 +129,8 @@ def _value(field: FieldDescriptor, value: Any) -> str:
     """As people read it."""
     if field.name == "counts":
         return " ".join(
-            f"{each.name} {list(entries)}" for each, entries in wire.SourceCounts.FromString(value).ListFields()
+            f"{each.name} {list(entries)}"
+            for each, entries in wire.SourceCounts.FromString(value).ListFields()
         )
     if field.name == "ids":
         return f"`{value.decode('utf-16-le')}`: of each id two bytes"

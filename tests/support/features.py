@@ -27,7 +27,9 @@ def latents(rows: int, salt: int) -> pa.Table:
     names = ["square", "square", "square", "tall", "tall", "wide"]
     aspects = [names[number] for number in numbers(rows, salt, 0, len(names))]
     values = [
-        np.array(numbers(int(np.prod(SHAPES[aspect])), salt + i, 0, 1000), np.float16).reshape(SHAPES[aspect]).tolist()
+        np.array(numbers(int(np.prod(SHAPES[aspect])), salt + i, 0, 1000), np.float16)
+        .reshape(SHAPES[aspect])
+        .tolist()
         for i, aspect in enumerate(aspects)
     ]
     return pa.table(
@@ -44,7 +46,10 @@ def write_arrow(folder: Path, table: pa.Table, batch_rows: int = 5) -> None:
     """As `datasets` writes a ``save_to_disk`` folder."""
     folder.mkdir(parents=True, exist_ok=True)
     name = "data-00000-of-00001.arrow"
-    with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with (
+        pa.OSFile(str(folder / name), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table, max_chunksize=batch_rows)
     (folder / "state.json").write_text(f'{{"_data_files": [{{"filename": "{name}"}}]}}')
 
@@ -72,7 +77,9 @@ def document(**fields: Any) -> dict[str, Any]:
 
 
 def order_of(folder: Path, found: dict[str, Any]) -> PipelineFactory:
-    return builder.create(config.parse(found, where="test", catalog=CATALOG), folder, folder / "index")
+    return builder.create(
+        config.parse(found, where="test", catalog=CATALOG), folder, folder / "index"
+    )
 
 
 def write_mixture(folder: Path, found: dict[str, Any]) -> Path:

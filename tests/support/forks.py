@@ -77,7 +77,9 @@ class Forks:
         }
         with self._lock:
             self._count += 1
-            self._process.stdin.write(json.dumps({**request, "number": self._count}).encode() + b"\n")
+            self._process.stdin.write(
+                json.dumps({**request, "number": self._count}).encode() + b"\n"
+            )
             self._process.stdin.flush()
             while "pid" not in (answer := self._answer()):
                 pass

@@ -19,8 +19,25 @@ from support.sources import write_table
 _TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizer"
 
 _PLAIN = ("the", "snow", "100", "x = y;", "in\n\n", "ther")
-_WORDS = (*_PLAIN, "naïve", "日本語", "😀", "👩‍👩‍👧", "<|end|>", "<tool>", "<|endoftext|>", "e\u0301", "\u00a0", "𝒳")
-_TOOLS = [{"type": "function", "function": {"name": "météo", "parameters": {"city": "string", "days": 1.5}}}]
+_WORDS = (
+    *_PLAIN,
+    "naïve",
+    "日本語",
+    "😀",
+    "👩‍👩‍👧",
+    "<|end|>",
+    "<tool>",
+    "<|endoftext|>",
+    "e\u0301",
+    "\u00a0",
+    "𝒳",
+)
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "météo", "parameters": {"city": "string", "days": 1.5}},
+    }
+]
 
 #: Each is a bad row where rows hold conversations: refused by the template, failing in it, and none at all.
 _BAD_CHATS = (
@@ -32,7 +49,13 @@ _BAD_CHATS = (
     ["no message"],
 )
 #: Each is a bad row where lines hold a text.
-_BAD_LINES = ('{"text": "cut', "[1]", '{"title": "no text"}', '{"text": ["a list"]}', '{"text": "\\ud800"}')
+_BAD_LINES = (
+    '{"text": "cut',
+    "[1]",
+    '{"title": "no text"}',
+    '{"text": ["a list"]}',
+    '{"text": "\\ud800"}',
+)
 
 
 def write_golden_rows(folder: Path) -> Path:
@@ -57,18 +80,25 @@ def _write_conversations(data: Path) -> None:
     write_table(data / "chats-0.parquet", pa.Table.from_pylist(rows[:14]), 4)
     write_table(data / "chats-1.parquet", pa.Table.from_pylist(rows[14:]), 4)
     as_text = [{"messages": json.dumps(_chat(9, 200 + i))} for i in range(18)]
-    write_table(data / "chats" / "data.arrow", pa.Table.from_pylist([*as_text, {"messages": None}]), 5)
+    write_table(
+        data / "chats" / "data.arrow", pa.Table.from_pylist([*as_text, {"messages": None}]), 5
+    )
 
 
 def _write_ids(data: Path) -> None:
     lengths = numbers(30, 9, 0, 40)
     ids = [numbers(length, 400 + i, 0, 280) for i, length in enumerate(lengths)]
     masks = [numbers(length, 500 + i, 0, 2) for i, length in enumerate(lengths)]
-    marked = {"ids": pa.array(ids, pa.list_(pa.int32())), "mask": pa.array(masks, pa.list_(pa.int8()))}
+    marked = {
+        "ids": pa.array(ids, pa.list_(pa.int32())),
+        "mask": pa.array(masks, pa.list_(pa.int8())),
+    }
     write_table(data / "marked.parquet", pa.table(marked), 7)
     # Ids outside of the vocabulary.
     outside = [*ids[:9], [1, 300, 2], *ids[9:15], [-1], *ids[15:]]
-    write_table(data / "outside.parquet", pa.table({"ids": pa.array(outside, pa.list_(pa.int32()))}), 7)
+    write_table(
+        data / "outside.parquet", pa.table({"ids": pa.array(outside, pa.list_(pa.int32()))}), 7
+    )
 
 
 def _write_texts(data: Path) -> None:
@@ -83,9 +113,13 @@ def _write_texts(data: Path) -> None:
     _write_lines(data / "some bad.jsonl", lines)
     _write_lines(data / "lines.txt", [repr(_text(7, 700 + i)) for i in range(24)])
     # Some of it is no UTF-8.
-    encoded = [text.encode("latin-1" if i % 9 == 4 else "utf-8", "ignore") for i, text in enumerate(texts)]
+    encoded = [
+        text.encode("latin-1" if i % 9 == 4 else "utf-8", "ignore") for i, text in enumerate(texts)
+    ]
     buffers = pa.array(encoded, pa.binary()).buffers()
-    write_table(data / "latin.parquet", pa.table({"text": pa.StringArray.from_buffers(50, *buffers[1:])}), 8)
+    write_table(
+        data / "latin.parquet", pa.table({"text": pa.StringArray.from_buffers(50, *buffers[1:])}), 8
+    )
 
 
 def _write_json_and_nulls(data: Path) -> None:
@@ -96,15 +130,24 @@ def _write_json_and_nulls(data: Path) -> None:
     turns = pa.StructArray.from_arrays([roles, content], ["role", "content"])
     messages = pa.ListArray.from_arrays([0, *accumulate(map(len, chats))], turns)
     write_table(data / "parts of json.parquet", pa.table({"messages": messages}), 4)
-    texts = [json.dumps({"said": _text(5, 800 + i)}, ensure_ascii=False) if i % 4 else None for i in range(16)]
+    texts = [
+        json.dumps({"said": _text(5, 800 + i)}, ensure_ascii=False) if i % 4 else None
+        for i in range(16)
+    ]
     table = pa.table({"text": pa.array(texts, pa.json_()), "note": pa.nulls(16)})
     write_table(data / "json" / "lang=en" / "0.parquet", table, 5)
-    write_table(data / "json" / "lang=de" / "1.parquet", pa.table({"text": pa.nulls(3), "note": ["a"] * 3}))
-    write_table(data / "json" / "lang=fr" / "2.parquet", pa.table({"text": ["'"] * 5, "note": ["b"] * 5}))
+    write_table(
+        data / "json" / "lang=de" / "1.parquet", pa.table({"text": pa.nulls(3), "note": ["a"] * 3})
+    )
+    write_table(
+        data / "json" / "lang=fr" / "2.parquet", pa.table({"text": ["'"] * 5, "note": ["b"] * 5})
+    )
     ids = [numbers(1 + i % 7, 900 + i, 0, 280) for i in range(20)]
     masks = [[number % 3 == 0 for number in row] for row in ids]
     write_table(data / "booleans.parquet", pa.table({"ids": ids, "mask": masks}), 6)
-    write_table(data / "booleans.parquet.null.parquet", pa.table({"ids": pa.nulls(2), "mask": pa.nulls(2)}))
+    write_table(
+        data / "booleans.parquet.null.parquet", pa.table({"ids": pa.nulls(2), "mask": pa.nulls(2)})
+    )
 
 
 def _write_lines(path: Path, lines: Iterable[str]) -> None:
@@ -121,7 +164,9 @@ def _chat(words: int, salt: int, ends: Sequence[str] = _PLAIN[:2]) -> list[dict[
     messages: list[dict[str, Any]] = [{"role": "system", "content": "sno"}] if salt % 4 == 0 else []
     for turn in range(1 + turns % 3):
         messages.append({"role": "user", "content": _text(lengths[2 * turn], salt + 1000 + turn)})
-        said = f"{_text(lengths[2 * turn + 1], salt + 2000 + turn)} {ends[(salt + turn) % len(ends)]}".lstrip("\u00a0 ")
+        said = f"{_text(lengths[2 * turn + 1], salt + 2000 + turn)} {ends[(salt + turn) % len(ends)]}".lstrip(
+            "\u00a0 "
+        )
         messages.append({"role": "assistant", "content": said})
         if salt % 5 == 0:
             messages[-1]["reasoning"] = _text(3, salt + 3000 + turn)
@@ -135,23 +180,49 @@ def _with_tools(chat: Any, number: int) -> dict[str, Any]:
 
 def _of_folder(children: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     """A mixture whose texts go through the tokeniser's folder."""
-    return mixture(mixture={"policy": "least_consumed", "children": list(children)}, tokenizer="tokenizer", **fields)
+    return mixture(
+        mixture={"policy": "least_consumed", "children": list(children)},
+        tokenizer="tokenizer",
+        **fields,
+    )
 
 
 _CHATS = {"template": "chat", "chat_tools": "tools"}
 #: What the assistant says ends with a character of one token, but in the third of these.
 GOLDEN_ROWS: dict[str, dict[str, Any]] = {
     "conversations, a row each, bad ones skipped": _of_folder(
-        [{"source": "jsonl:data/chats.jsonl:messages", "filter": 'lang in ["de", "en"]', "epochs": 1.5, **_CHATS}],
+        [
+            {
+                "source": "jsonl:data/chats.jsonl:messages",
+                "filter": 'lang in ["de", "en"]',
+                "epochs": 1.5,
+                **_CHATS,
+            }
+        ],
         packing="none",
         sequence_length=160,
         on_bad_row="skip",
     ),
     "conversations beside ids with masks and texts without, best fit": _of_folder(
         [
-            {"source": "parquet:data/chats-*.parquet:messages", "shuffle": "rows", "shuffle_window_rows": 6, **_CHATS},
-            {"source": "arrow:data/chats:messages", "template": "chat", "weight": 2, "add_eot": True},
-            {"source": "parquet:data/marked.parquet:ids", "loss_mask": "mask", "epochs": 2, "add_bos": True},
+            {
+                "source": "parquet:data/chats-*.parquet:messages",
+                "shuffle": "rows",
+                "shuffle_window_rows": 6,
+                **_CHATS,
+            },
+            {
+                "source": "arrow:data/chats:messages",
+                "template": "chat",
+                "weight": 2,
+                "add_eot": True,
+            },
+            {
+                "source": "parquet:data/marked.parquet:ids",
+                "loss_mask": "mask",
+                "epochs": 2,
+                "add_bos": True,
+            },
             {"source": "txt:data/lines.txt:text"},
         ],
         packing="best_fit",
@@ -161,12 +232,23 @@ GOLDEN_ROWS: dict[str, dict[str, Any]] = {
         padding="left",
     ),
     "conversations whose turns end with characters of several tokens": _of_folder(
-        [{"source": "jsonl:data/ends.jsonl:messages", "template": "chat"}], packing="best_fit", sequence_length=160
+        [{"source": "jsonl:data/ends.jsonl:messages", "template": "chat"}],
+        packing="best_fit",
+        sequence_length=160,
     ),
     "a tokeniser's folder, special tokens are text": _of_folder(
         [
-            {"source": "jsonl:data/good.jsonl:text", "filter": "score > 1", "template": "{title}: {text}"},
-            {"source": "txt:data/lines.txt:text", "shuffle": "rows", "shuffle_window_rows": 5, "epochs": 2},
+            {
+                "source": "jsonl:data/good.jsonl:text",
+                "filter": "score > 1",
+                "template": "{title}: {text}",
+            },
+            {
+                "source": "txt:data/lines.txt:text",
+                "shuffle": "rows",
+                "shuffle_window_rows": 5,
+                "epochs": 2,
+            },
         ],
         sequence_length=24,
         add_bos=True,

@@ -41,7 +41,15 @@ from support.capabilities import commands as cli_commands
 from support.corpora import text_rows, write_jsonl, write_txt
 from support.features import MORE, latents, write_arrow
 from support.ledger_data import commit_at, opening_of, revision_of
-from support.memory_service import ACCESS, RUNS_DIR, MemoryService, readers_stats, report_stats, run_stats, source_stats
+from support.memory_service import (
+    ACCESS,
+    RUNS_DIR,
+    MemoryService,
+    readers_stats,
+    report_stats,
+    run_stats,
+    source_stats,
+)
 from support.redis_server import RedisServer
 from support.server_process import ServerProcess
 
@@ -63,7 +71,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
             "policy": "weighted",
             "children": [
                 {"source": DOCS, "weight": 0.25},
-                {"policy": "round_robin", "alias": "rest", "weight": 0.75, "children": [{"source": LINES}]},
+                {
+                    "policy": "round_robin",
+                    "alias": "rest",
+                    "weight": 0.75,
+                    "children": [{"source": LINES}],
+                },
             ],
         },
     },
@@ -73,7 +86,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "pack_window_rows": 4,
         "mixture": {
             "policy": "sequential",
-            "children": [{"source": LINES, "shuffle": "rows", "shuffle_window_rows": 8, "epochs": 2}],
+            "children": [
+                {"source": LINES, "shuffle": "rows", "shuffle_window_rows": 8, "epochs": 2}
+            ],
         },
     },
     "phases": _TEXT
@@ -90,7 +105,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "packing": "none",
         "mixture": {
             "policy": "schedule",
-            "children": [{"source": DOCS, "weight": [[0, 1], [80, 0.5]]}, {"source": LINES, "holdout": 0.2}],
+            "children": [
+                {"source": DOCS, "weight": [[0, 1], [80, 0.5]]},
+                {"source": LINES, "holdout": 0.2},
+            ],
         },
     },
     "buckets": {
@@ -150,7 +168,13 @@ def _speak(stub: DataLoaderStub, run: str) -> list[Message]:
     read = [batches for batches, _ in zip(zip(*streams, strict=True), range(STEPS), strict=False)]
     for stream in streams:
         stream.close()
-    return [join[0], *(_with_uid(message, joined[0].run_uid) for message in [joined[0], *(first for first, _ in read)])]
+    return [
+        join[0],
+        *(
+            _with_uid(message, joined[0].run_uid)
+            for message in [joined[0], *(first for first, _ in read)]
+        ),
+    ]
 
 
 def _go_on(stub: DataLoaderStub, run: str) -> list[Message]:
@@ -174,10 +198,14 @@ def _join(run: str, attempt: str, rank: int, **fields: Any) -> wire.JoinRequest:
     )
 
 
-def _read(stub: DataLoaderStub, request: wire.JoinRequest, joined: wire.JoinResponse) -> Iterator[wire.StreamResponse]:
+def _read(
+    stub: DataLoaderStub, request: wire.JoinRequest, joined: wire.JoinResponse
+) -> Iterator[wire.StreamResponse]:
     """One step for each credit; behind the last one all are acknowledged and the stream is closed."""
     said: queue.SimpleQueue[wire.StreamRequest | None] = queue.SimpleQueue()
-    progress = wire.Progress(consumed_through=joined.start_index, credit_micro_steps=1, digest=joined.start_digest)
+    progress = wire.Progress(
+        consumed_through=joined.start_index, credit_micro_steps=1, digest=joined.start_digest
+    )
     opening = wire.StreamOpen(
         run=request.run,
         stream=request.stream,
@@ -202,7 +230,9 @@ def _read(stub: DataLoaderStub, request: wire.JoinRequest, joined: wire.JoinResp
             answer.committed_through = 0  # it depends on how fast the ledger is
             if kind == "batches":
                 (step,) = answer.batches.micro_steps
-                progress = wire.Progress(consumed_through=step.end_index, credit_micro_steps=1, digest=step.digest)
+                progress = wire.Progress(
+                    consumed_through=step.end_index, credit_micro_steps=1, digest=step.digest
+                )
             yield answer
             if kind == "end_of_data":
                 return
@@ -254,7 +284,11 @@ def _shown(message: Message) -> dict[str, Any]:
         return base64.b64decode(value).hex() if field == "ids" else value
 
     fields = readable(MessageToDict(message, preserving_proto_field_name=True))
-    return {"message": message.DESCRIPTOR.name, "fields": fields, "bytes": message.SerializeToString(True).hex()}
+    return {
+        "message": message.DESCRIPTOR.name,
+        "fields": fields,
+        "bytes": message.SerializeToString(True).hex(),
+    }
 
 
 def openapi(_: Path) -> dict[str, str]:
@@ -268,8 +302,14 @@ def metrics(_: Path) -> dict[str, str]:
     service.put(run_stats(reported=report_stats(), readers=readers_stats(), sources=[source]))
     faults.cache_clear()  # of other tests of this process
     faults()["producer"] = 0
-    text = generate_latest(create_registry(service, version="0", access=ACCESS, folder=RUNS_DIR)).decode()
-    return {"metrics.txt": "".join(line for line in text.splitlines(True) if not re.match(r"(# \w+ )?process_", line))}
+    text = generate_latest(
+        create_registry(service, version="0", access=ACCESS, folder=RUNS_DIR)
+    ).decode()
+    return {
+        "metrics.txt": "".join(
+            line for line in text.splitlines(True) if not re.match(r"(# \w+ )?process_", line)
+        )
+    }
 
 
 def help_texts(_: Path) -> dict[str, str]:
@@ -277,7 +317,9 @@ def help_texts(_: Path) -> dict[str, str]:
     runner, environment = CliRunner(), {"COLUMNS": "1000", "NO_COLOR": "1", "TERM": "dumb"}
     text = ""
     for path, _command in cli_commands():
-        done = runner.invoke(app, [*path.split()[1:], "--help"], env=environment, prog_name="tokenloom")
+        done = runner.invoke(
+            app, [*path.split()[1:], "--help"], env=environment, prog_name="tokenloom"
+        )
         assert done.exit_code == 0, done.output
         text += f"# {path}\n{done.output}"
     lines = (re.sub(r"[\u2500-\u257f]+| +", " ", line).strip() for line in text.splitlines())
@@ -298,7 +340,10 @@ def ledgers(folder: Path) -> dict[str, str]:
             keys = {str(key): _redis_value(client, key) for key in sorted(client.keys())}
     finally:
         server.kill()
-    return {"ledger_sqlite.json": _json(_tables(folder / "ledger.db")), "ledger_redis.json": _json(keys)}
+    return {
+        "ledger_sqlite.json": _json(_tables(folder / "ledger.db")),
+        "ledger_redis.json": _json(keys),
+    }
 
 
 def _story(ledger: Ledger) -> None:
@@ -316,7 +361,9 @@ def _story(ledger: Ledger) -> None:
         ledger.execute(commands.Revise(*run, epoch, revision, known_changes=number - 1))
     ledger.execute(commands.DropRevisions(*run, epoch, 3, known_changes=3))
     ledger.execute(
-        commands.SaveSnapshot(*run, StoredSnapshot(id="saved", sample_index=16, saved_at=NOW, text='{"sealed":"€"}'))
+        commands.SaveSnapshot(
+            *run, StoredSnapshot(id="saved", sample_index=16, saved_at=NOW, text='{"sealed":"€"}')
+        )
     )
     ledger.execute(commands.Pin(*run, epoch, '{"sample_index":16}'))
     second = replace(
@@ -340,12 +387,21 @@ def _story(ledger: Ledger) -> None:
 def _tables(path: Path) -> dict[str, Any]:
     database = sqlite3.connect(path)
     try:
-        names = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY 1")]
-        found: dict[str, Any] = {"user_version": database.execute("PRAGMA user_version").fetchone()[0]}
+        names = [
+            name
+            for (name,) in database.execute(
+                "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY 1"
+            )
+        ]
+        found: dict[str, Any] = {
+            "user_version": database.execute("PRAGMA user_version").fetchone()[0]
+        }
         for name in names:
             cursor = database.execute(f"SELECT * FROM {name}")
             columns = [column[0] for column in cursor.description]
-            found[name] = sorted((dict(zip(columns, row, strict=True)) for row in cursor), key=json.dumps)
+            found[name] = sorted(
+                (dict(zip(columns, row, strict=True)) for row in cursor), key=json.dumps
+            )
         return found
     finally:
         database.close()
@@ -356,7 +412,10 @@ def _redis_value(client: Any, key: str) -> Any:
         case "hash":
             fields = dict(sorted(client.hgetall(key).items()))
             # A lease is by Redis's own clock.
-            return {name: "(a time)" if name in _LEASE and value != "0" else value for name, value in fields.items()}
+            return {
+                name: "(a time)" if name in _LEASE and value != "0" else value
+                for name, value in fields.items()
+            }
         case "zset":
             return client.zrange(key, 0, -1, withscores=True)
         case "set":

@@ -28,7 +28,14 @@ TEXTS = (
     "half a pair \ud83d",
 )
 #: Texts of many scripts that mean no harm.
-PLAIN_TEXTS = ("wiki", "Übergrößen, straße", "ви́ки", "维基百科", "ويكي‌پدیا \u200f", "👩\u200d🔬 science")
+PLAIN_TEXTS = (
+    "wiki",
+    "Übergrößen, straße",
+    "ви́ки",
+    "维基百科",
+    "ويكي‌پدیا \u200f",
+    "👩\u200d🔬 science",
+)
 
 
 def is_shown_as_it_is(text: str, *, lines: bool = False) -> bool:
@@ -44,7 +51,9 @@ DEPTH = 100_000
 def yaml_bombs() -> dict[str, str]:
     """Documents that are small as text; by name. They are mappings with the key ``bomb``, or not even that."""
     tenfold = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30))
-    merged = "\n".join(f"m{i}: &m{i}\n  <<: [{', '.join([f'*m{i - 1}'] * 10)}]" for i in range(1, 30))
+    merged = "\n".join(
+        f"m{i}: &m{i}\n  <<: [{', '.join([f'*m{i - 1}'] * 10)}]" for i in range(1, 30)
+    )
     return {
         "aliases of aliases": f"a0: &a0 [x]\n{tenfold}\nbomb: *a29",
         "mappings merged": f"m0: &m0 {{x: 1}}\n{merged}\nbomb: *m29",
@@ -78,8 +87,14 @@ mixture:
     - {source: "txt:a.txt:text", FIELD}
 """
     child = {
-        **{f"{field}: a long number": f"{field}: {'9' * 900}" for field in ("weight", "epochs", "max_tokens", "lanes")},
-        **{f"{field}: text": f"{field}: '{'9' * 100}e{'9' * 900}'" for field in ("weight", "epochs", "max_tokens")},
+        **{
+            f"{field}: a long number": f"{field}: {'9' * 900}"
+            for field in ("weight", "epochs", "max_tokens", "lanes")
+        },
+        **{
+            f"{field}: text": f"{field}: '{'9' * 100}e{'9' * 900}'"
+            for field in ("weight", "epochs", "max_tokens")
+        },
         "an alias of a megabyte": f"alias: '{'x' * 2**20}'",
         "a comparison of blanks": f"filter: 'a{' ' * 20_000}b'",
         "a comparison with a long number": f"filter: 'a == {'9' * 20_000}'",
@@ -102,7 +117,8 @@ mixture:
 def cards() -> dict[str, str]:
     """Cards of datasets on a Hub (README.md), by name."""
     return {
-        name: f"---\n{text.replace('bomb:', 'configs:')}\n---\n# A dataset\n" for name, text in yaml_bombs().items()
+        name: f"---\n{text.replace('bomb:', 'configs:')}\n---\n# A dataset\n"
+        for name, text in yaml_bombs().items()
     }
 
 
@@ -119,7 +135,11 @@ def tokenizers() -> dict[str, str]:
         return json.dumps({"version": "1.0", "added_tokens": [token], "model": model})
 
     return {
-        **{f"{kind} with the id {i}": with_ids(kind, i) for kind in ("BPE", "WordLevel") for i in (2**24, 2**32 - 1)},
+        **{
+            f"{kind} with the id {i}": with_ids(kind, i)
+            for kind in ("BPE", "WordLevel")
+            for i in (2**24, 2**32 - 1)
+        },
         "an id beyond 32 bits": with_ids("BPE", 2**32),
         "an id below 0": with_ids("BPE", -1),
         "a long number": f'{{"model": {"9" * DIGITS}}}',
@@ -165,7 +185,9 @@ peak_kib = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].spli
 print(json.dumps([errors, peak_kib // 1024]))
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, input=json.dumps(paths), capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(paths), capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     errors, peak = json.loads(done.stdout)
     return Outcome(errors, peak)

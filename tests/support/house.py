@@ -57,17 +57,28 @@ LIMITS = {
 def measure(root: Path = ROOT) -> tuple[dict[str, int], dict[str, list[str]]]:
     """Each number by its name; and of those that count faults, which these are, without the exceptions."""
     project = read_tree(root)
-    tree = Tree({name: m for name, m in project.modules.items() if "_pb2" not in name}, project.others)
+    tree = Tree(
+        {name: m for name, m in project.modules.items() if "_pb2" not in name}, project.others
+    )
     server = root / PACKAGE_FOLDERS[SERVER] / SERVER
-    code = {module.name: _code_lines(root / module.path, module.syntax) for module in tree.modules.values()}
+    code = {
+        module.name: _code_lines(root / module.path, module.syntax)
+        for module in tree.modules.values()
+    }
     statements, lines = {}, {}
     for module in tree.modules.values():
         for name, node in _functions(module):
             statements[name] = sum(isinstance(below, ast.stmt) for below in ast.walk(node)) - 1
-            lines[name] = sum(n in code[module.name] for n in range(node.lineno, (node.end_lineno or 0) + 1))
+            lines[name] = sum(
+                n in code[module.name] for n in range(node.lineno, (node.end_lineno or 0) + 1)
+            )
     faults = {
-        f"functions over {LONG_FUNCTION} statements": [name for name, n in statements.items() if n > LONG_FUNCTION],
-        f"functions over {LONG_FUNCTION} code lines": [name for name, n in lines.items() if n > LONG_FUNCTION],
+        f"functions over {LONG_FUNCTION} statements": [
+            name for name, n in statements.items() if n > LONG_FUNCTION
+        ],
+        f"functions over {LONG_FUNCTION} code lines": [
+            name for name, n in lines.items() if n > LONG_FUNCTION
+        ],
         f"modules over {LONG_MODULE} lines": [
             str(module.path)
             for module in tree.modules.values()
@@ -79,7 +90,10 @@ def measure(root: Path = ROOT) -> tuple[dict[str, int], dict[str, list[str]]]:
         "vague names": list(vague_names(tree)),
     }
     excepted = exceptions()
-    faults = {name: [fault for fault in found if fault not in excepted.get(name, {})] for name, found in faults.items()}
+    faults = {
+        name: [fault for fault in found if fault not in excepted.get(name, {})]
+        for name, found in faults.items()
+    }
     numbers = {
         "loose modules of the server": len(list(server.glob("*.py"))),
         "rows of the layer table": len(LAYERS[SERVER]),
@@ -114,7 +128,9 @@ def tokens_by_package(root: Path = ROOT) -> Counter[str]:
         if "_pb2" not in module.name:
             tokens = tokens_of(root / module.path)
             counts[module.package] += tokens
-            counts[".".join(module.name.split(".")[:-1][:2])] += tokens if module.name.count(".") > 1 else 0
+            counts[".".join(module.name.split(".")[:-1][:2])] += (
+                tokens if module.name.count(".") > 1 else 0
+            )
     for path in (root / "tests").rglob("*.py"):
         tokens = tokens_of(path)
         folder = path.relative_to(root).parts[1:-1][:1]
@@ -135,9 +151,13 @@ def exceptions() -> dict[str, dict[str, str]]:
 def _code_lines(path: Path, syntax: ast.Module) -> set[int]:
     """The numbers of the lines that hold code: no blanks, no comments, no docstrings."""
     numbered = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    lines = {number for number, line in numbered if line.strip() and not line.lstrip().startswith("#")}
+    lines = {
+        number for number, line in numbered if line.strip() and not line.lstrip().startswith("#")
+    }
     for node in ast.walk(syntax):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node, clean=False
+        ):
             lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return lines
 
@@ -160,7 +180,9 @@ def _parameters(tree: Tree, name: str) -> int:
     for module in tree.of(CLIENT):
         for node in ast.walk(module.syntax):
             if isinstance(node, ast.ClassDef) and node.name == name:
-                (init,) = (f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
+                (init,) = (
+                    f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"
+                )
                 return len([*init.args.posonlyargs, *init.args.args, *init.args.kwonlyargs]) - 1
     raise LookupError(name)
 
@@ -175,12 +197,15 @@ def _on_import(module: Module) -> Iterator[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from (name for name, line in module.imports if line == node.lineno)
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+            waiting += [
+                child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
+            ]
 
 
 def _graph(tree: Tree) -> dict[str, set[str]]:
     return {
-        module.name: {other.name for name in _on_import(module) if (other := tree.resolve(name))} - {module.name}
+        module.name: {other.name for name in _on_import(module) if (other := tree.resolve(name))}
+        - {module.name}
         for module in tree.modules.values()
     }
 
@@ -198,7 +223,9 @@ def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
         return seen
 
     reach = {name: reached(name) for name in graph}
-    circles = {tuple(sorted(m for m in graph if m in reach[name] and name in reach[m])) for name in graph}
+    circles = {
+        tuple(sorted(m for m in graph if m in reach[name] and name in reach[m])) for name in graph
+    }
     return sorted([*circle] for circle in circles if circle)
 
 
@@ -226,7 +253,14 @@ def _print(rows: Iterable[tuple[str, int, int, int]], faults: dict[str, list[str
 if __name__ == "__main__":
     numbers, found = measure()
     if "--lower" in sys.argv:
-        lowered = {name: max(LIMITS[name], min(numbers[name], ceiling)) for name, ceiling in ceilings().items()}
-        text = json.dumps({"ceilings": lowered, "exceptions": exceptions()}, indent=2, ensure_ascii=False)
+        lowered = {
+            name: max(LIMITS[name], min(numbers[name], ceiling))
+            for name, ceiling in ceilings().items()
+        }
+        text = json.dumps(
+            {"ceilings": lowered, "exceptions": exceptions()}, indent=2, ensure_ascii=False
+        )
         FILE.write_text(f"{text}\n", encoding="utf-8")
-    _print([(name, numbers[name], ceilings()[name], limit) for name, limit in LIMITS.items()], found)
+    _print(
+        [(name, numbers[name], ceilings()[name], limit) for name, limit in LIMITS.items()], found
+    )

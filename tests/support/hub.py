@@ -120,8 +120,12 @@ class StandInHub:
         self.signature = "secret-signature-0"
         self._lock = threading.Lock()
         self._servers = [_Server(self, place) for place in ("hub", "storage")]
-        self.url, self.storage_url = (f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers)
-        self._threads = [threading.Thread(target=server.serve_forever, args=(0.05,)) for server in self._servers]
+        self.url, self.storage_url = (
+            f"http://127.0.0.1:{server.server_address[1]}" for server in self._servers
+        )
+        self._threads = [
+            threading.Thread(target=server.serve_forever, args=(0.05,)) for server in self._servers
+        ]
 
     def __enter__(self) -> StandInHub:
         for thread in self._threads:
@@ -173,19 +177,30 @@ class StandInHub:
 
     def asked(self, path: str, place: str = "hub") -> list[Request]:
         """The requests whose path a regular expression is found in."""
-        return [one for one in list(self.requests) if one.place == place and re.search(path, one.path)]
+        return [
+            one for one in list(self.requests) if one.place == place and re.search(path, one.path)
+        ]
 
     def environment(self, cache: object, **more: str) -> dict[str, str]:
         """What a process needs to take this for the Hub, with a cache of its own."""
-        return {"HF_ENDPOINT": self.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", **more}
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(cache),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            **more,
+        }
 
-    def stand_in(self, monkeypatch: pytest.MonkeyPatch, cache: object, token: str | None = None) -> None:
+    def stand_in(
+        self, monkeypatch: pytest.MonkeyPatch, cache: object, token: str | None = None
+    ) -> None:
         """Makes this process take it for the Hub: huggingface_hub reads its environment when it is imported."""
         from huggingface_hub import constants
 
         monkeypatch.setattr(constants, "ENDPOINT", self.url)
         monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", self.url + "/{repo_id}/resolve/{revision}/{filename}"
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            self.url + "/{repo_id}/resolve/{revision}/{filename}",
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", f"{cache}/hub")
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", f"{cache}/token")
@@ -221,7 +236,9 @@ class _Refused(Exception):
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.answer = _Answer(
-            status, {"X-Error-Code": code, "X-Error-Message": message}, json.dumps({"error": message}).encode()
+            status,
+            {"X-Error-Code": code, "X-Error-Message": message},
+            json.dumps({"error": message}).encode(),
         )
 
 
@@ -262,7 +279,14 @@ class _Handler(BaseHTTPRequestHandler):
         body = b"" if self.command == "HEAD" else answer.body
         sent = body if cut is None else body[:cut]
         self.server.hub.note(
-            Request(self.server.place, self.command, self.path, dict(self.headers), answer.status, len(sent))
+            Request(
+                self.server.place,
+                self.command,
+                self.path,
+                dict(self.headers),
+                answer.status,
+                len(sent),
+            )
         )
         self.send_response(answer.status)
         for name, value in answer.headers.items():
@@ -282,7 +306,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = parts.path.lstrip("/")
         if path == "api/datasets":
             return self._json(
-                [{"id": name} for name in self.server.hub.repos if name.startswith(query["author"] + "/")]
+                [
+                    {"id": name}
+                    for name in self.server.hub.repos
+                    if name.startswith(query["author"] + "/")
+                ]
             )
         if path == "api/repos/create":
             asked = json.loads(body)
@@ -293,11 +321,15 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("api/models/"):
             return self._api(path.removeprefix("api/models/"), query, body)
         if path.startswith("api/resolve-cache/datasets/"):
-            return self._file(*self._split(path.removeprefix("api/resolve-cache/datasets/"), ""), redirect=False)
+            return self._file(
+                *self._split(path.removeprefix("api/resolve-cache/datasets/"), ""), redirect=False
+            )
         if path.startswith("api/datasets/"):
             return self._api(path.removeprefix("api/datasets/"), query, body)
         if path.startswith("datasets/"):
-            return self._file(*self._split(path.removeprefix("datasets/"), "resolve/"), redirect=True)
+            return self._file(
+                *self._split(path.removeprefix("datasets/"), "resolve/"), redirect=True
+            )
         if "/resolve/" in path:
             return self._file(*self._split(path, "resolve/"), redirect=False)  # a model's
         raise _Refused(404, "", "Sorry, we can't find the page you are looking for.")
@@ -318,8 +350,16 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "refs":
             kinds = {
                 "branches": [ref for ref in repo.refs if "/" not in ref],
-                "tags": [ref.removeprefix("refs/tags/") for ref in repo.refs if ref.startswith("refs/tags/")],
-                "converts": [ref.removeprefix("refs/convert/") for ref in repo.refs if ref.startswith("refs/convert/")],
+                "tags": [
+                    ref.removeprefix("refs/tags/")
+                    for ref in repo.refs
+                    if ref.startswith("refs/tags/")
+                ],
+                "converts": [
+                    ref.removeprefix("refs/convert/")
+                    for ref in repo.refs
+                    if ref.startswith("refs/convert/")
+                ],
             }
             return self._json(
                 {
@@ -330,7 +370,12 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "preupload":
             asked = [file["path"] for file in json.loads(body)["files"]]
             return self._json(
-                {"files": [{"path": one, "uploadMode": "regular", "shouldIgnore": False} for one in asked]}
+                {
+                    "files": [
+                        {"path": one, "uploadMode": "regular", "shouldIgnore": False}
+                        for one in asked
+                    ]
+                }
             )
         if what == "commit":
             lines = [json.loads(line) for line in body.splitlines()]
@@ -377,7 +422,9 @@ class _Handler(BaseHTTPRequestHandler):
         answer = self._json(listed[first : first + self.server.hub.page])
         if first + self.server.hub.page < len(listed):
             more = urlencode({**query, "cursor": str(first + self.server.hub.page)})
-            answer.headers["Link"] = f'<{self.server.hub.url}{urlsplit(self.path).path}?{more}>; rel="next"'
+            answer.headers["Link"] = (
+                f'<{self.server.hub.url}{urlsplit(self.path).path}?{more}>; rel="next"'
+            )
         return answer
 
     # --- files -----------------------------------------------------------------------------------------
@@ -388,12 +435,18 @@ class _Handler(BaseHTTPRequestHandler):
         content = repo.commits[sha].get(path)
         if content is None:
             raise _Refused(404, "EntryNotFound", "Entry not found")
-        headers = {"X-Repo-Commit": sha, "Accept-Ranges": "bytes", "X-Linked-Size": str(len(content))}
+        headers = {
+            "X-Repo-Commit": sha,
+            "Accept-Ranges": "bytes",
+            "X-Linked-Size": str(len(content)),
+        }
         if path.endswith(LARGE):
             digest = hash_of(content)
             query = urlencode({"Expires": "9999999999", "Signature": self.server.hub.signature})
             headers |= {"X-Linked-ETag": f'"{digest}"', "Content-Length": "0"}
-            return _Answer(302, headers | {"Location": f"{self.server.hub.storage_url}/blobs/{digest}?{query}"})
+            return _Answer(
+                302, headers | {"Location": f"{self.server.hub.storage_url}/blobs/{digest}?{query}"}
+            )
         headers |= {"ETag": f'"{blob_id(content)}"', "X-Linked-ETag": f'"{blob_id(content)}"'}
         if redirect:
             location = f"/api/resolve-cache/datasets/{repo.name}/{sha}/{quote(path)}"
@@ -402,7 +455,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _storage(self) -> _Answer:
         parts = urlsplit(self.path)
-        if self.command != "GET" or parse_qs(parts.query).get("Signature") != [self.server.hub.signature]:
+        if self.command != "GET" or parse_qs(parts.query).get("Signature") != [
+            self.server.hub.signature
+        ]:
             return _Answer(403, {}, b"<Error><Code>AccessDenied</Code></Error>")
         digest = parts.path.removeprefix("/blobs/")
         for repo in self.server.hub.repos.values():
@@ -422,7 +477,10 @@ class _Handler(BaseHTTPRequestHandler):
         if first >= len(content):
             return _Answer(416, headers | {"Content-Range": f"bytes */{len(content)}"})
         part = content[first : last + 1]
-        found = {"Content-Range": f"bytes {first}-{last}/{len(content)}", "Content-Length": str(len(part))}
+        found = {
+            "Content-Range": f"bytes {first}-{last}/{len(content)}",
+            "Content-Length": str(len(part)),
+        }
         return _Answer(206, headers | found, part)
 
     # --- whom it lets in -------------------------------------------------------------------------------
@@ -455,7 +513,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _may_read(self, repo: Repo) -> None:
         if repo.gated and not self._known():
-            raise _Refused(401, "GatedRepo", f"Access to dataset {repo.name} is restricted. You must be authenticated.")
+            raise _Refused(
+                401,
+                "GatedRepo",
+                f"Access to dataset {repo.name} is restricted. You must be authenticated.",
+            )
 
     def _commit(self, repo: Repo, revision: str) -> str:
         sha = repo.refs.get(revision) or repo.refs.get(f"refs/tags/{revision}") or revision
@@ -468,7 +530,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(path: str, content: bytes) -> dict[str, Any]:
-    entry: dict[str, Any] = {"type": "file", "oid": blob_id(content), "size": len(content), "path": path}
+    entry: dict[str, Any] = {
+        "type": "file",
+        "oid": blob_id(content),
+        "size": len(content),
+        "path": path,
+    }
     if path.endswith(LARGE):
         pointer = {"oid": hash_of(content), "size": len(content), "pointerSize": 134}
         entry |= {"oid": blob_id(hash_of(content).encode()), "lfs": pointer}

@@ -16,10 +16,14 @@ def import_into(order: PipelineFactory | Timeline, document: dict[str, Any]) -> 
     """Where a run goes on from a payload."""
     payload = foreign_payload.read(json.dumps(document))
     assert payload is not None
-    return foreign_checkpoint.resume_point(payload, order if isinstance(order, Timeline) else Timeline(order))
+    return foreign_checkpoint.resume_point(
+        payload, order if isinstance(order, Timeline) else Timeline(order)
+    )
 
 
-def import_entries(order: PipelineFactory | Timeline, *entries: dict[str, Any], **beside: Any) -> ResumePoint:
+def import_entries(
+    order: PipelineFactory | Timeline, *entries: dict[str, Any], **beside: Any
+) -> ResumePoint:
     """From one of these datasets, with more fields beside them."""
     return import_into(order, {"resume_state": {"datasets": list(entries), **beside}})
 

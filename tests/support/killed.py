@@ -106,20 +106,40 @@ def kill_and_resume(
 
     def start(url: str, name: str, ranks: int) -> tuple[Path, Job]:
         record = folder / f"{name}.jsonl"
-        given = ["--checkpoint", folder / f"{name}-checkpoint", "--record", record, "--samples", samples]
+        given = [
+            "--checkpoint",
+            folder / f"{name}-checkpoint",
+            "--record",
+            record,
+            "--samples",
+            samples,
+        ]
         given += ["--batch-size", global_batch_size // (ranks // processes_per_rank), *arguments]
-        job = launch(forks, script, [url, *given], world_size=ranks, folder=folder / name, environment=environment)
+        job = launch(
+            forks,
+            script,
+            [url, *given],
+            world_size=ranks,
+            folder=folder / name,
+            environment=environment,
+        )
         return record, job
 
     if alone is None:
         record, job = start(urls[0], "alone", world_size)
         job.wait()
         alone = steps_of(record)
-    assert len(alone) == samples // global_batch_size, "the script that was left alone did not do all steps"
-    assert all(step.lr > 0 for step in alone[:-1]), "its learning rate is 0 before the end: its target is another run's"
+    assert len(alone) == samples // global_batch_size, (
+        "the script that was left alone did not do all steps"
+    )
+    assert all(step.lr > 0 for step in alone[:-1]), (
+        "its learning rate is 0 before the end: its target is another run's"
+    )
 
     seed = random.SystemRandom().randrange(2**32)
-    kill_at = random.Random(seed).randint(first_steps, first_steps + 2)  # long before the end, however slow we are
+    kill_at = random.Random(seed).randint(
+        first_steps, first_steps + 2
+    )  # long before the end, however slow we are
     record, job = start(urls[1], "killed", world_size)
     deadline = time.monotonic() + STEPS_DEADLINE_S
     while len(before := steps_of(record)) < kill_at:
@@ -148,16 +168,24 @@ def kill_and_resume(
         after = steps_of(record)
         told = f"killed behind step {len(before)} (seed {seed}), on {world_size} ranks; goes on on {ranks}"
         assert after, f"{told}: it did no step"
-        assert after[0].sample_index > alone[0].sample_index, f"{told}: it began anew instead of going on"
-        assert after[0].sample_index <= before[-1].sample_index + global_batch_size, f"{told}: it left steps out"
+        assert after[0].sample_index > alone[0].sample_index, (
+            f"{told}: it began anew instead of going on"
+        )
+        assert after[0].sample_index <= before[-1].sample_index + global_batch_size, (
+            f"{told}: it left steps out"
+        )
         assert [step.sample_index for step in after] == [
             step.sample_index for step in alone if step.sample_index >= after[0].sample_index
         ], f"{told}: its steps are others"
         for step in after:
             same = expected[step.sample_index]
-            assert (step.digest, step.lr) == (same.digest, same.lr), f"{told}: at sample {step.sample_index}"
+            assert (step.digest, step.lr) == (same.digest, same.lr), (
+                f"{told}: at sample {step.sample_index}"
+            )
             if ranks == world_size:
                 assert step.loss == same.loss, f"{told}: at sample {step.sample_index}"
             else:
-                assert abs(step.loss - same.loss) < 1e-4 * abs(same.loss), f"{told}: at sample {step.sample_index}"
+                assert abs(step.loss - same.loss) < 1e-4 * abs(same.loss), (
+                    f"{told}: at sample {step.sample_index}"
+                )
     return list(alone)

@@ -45,8 +45,12 @@ def lives(folder: Path) -> list[Life]:
         head, *batches = lines
         rank, number = head.pop("rank"), head["generation"]
         life = found.setdefault(number, Life(**head, receipt=Receipt()))
-        assert Life(**head, receipt=life.receipt) == life, f"the ranks of generation {number} disagree"
-        assert rank not in ranks.setdefault(number, set()), f"rank {rank} came twice in generation {number}"
+        assert Life(**head, receipt=life.receipt) == life, (
+            f"the ranks of generation {number} disagree"
+        )
+        assert rank not in ranks.setdefault(number, set()), (
+            f"rank {rank} came twice in generation {number}"
+        )
         ranks[number].add(rank)
         for samples in batches:
             for index, source, ids in samples:
@@ -81,7 +85,9 @@ def _train(plan: Mapping[str, Any]) -> None:
 
     die_at(BEFORE_THE_DATASET)
     dataset = RemoteDataset(
-        plan["url"], plan["batch_size"], connection=ConnectionOptions(connect_timeout_s=30.0, prefetch_steps=4)
+        plan["url"],
+        plan["batch_size"],
+        connection=ConnectionOptions(connect_timeout_s=30.0, prefetch_steps=4),
     )
     if (folder / CHECKPOINT).exists():
         dataset.load_state_dict(json.loads((folder / CHECKPOINT).read_text(encoding="utf-8")))
@@ -98,7 +104,11 @@ def _train(plan: Mapping[str, Any]) -> None:
         step = 0
         while dataset.sample_index < plan["until"]:
             batch = next(batches)
-            columns = (batch["sample_ids"].tolist(), batch["source_ids"].tolist(), batch["input_ids"].tolist())
+            columns = (
+                batch["sample_ids"].tolist(),
+                batch["source_ids"].tolist(),
+                batch["input_ids"].tolist(),
+            )
             print(json.dumps(list(zip(*columns, strict=True))), file=receipt, flush=True)
             step += 1
             die_at(step)

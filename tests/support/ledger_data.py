@@ -16,13 +16,19 @@ def commit_at(index: int, order: str = "0", specs: Sequence[str] = SPECS) -> Com
         spec: Counters(samples=index // (k + 1), rows=index * 3 + k, tokens=index // (k + 1) * 512)
         for k, spec in enumerate(specs)
     }
-    place = {"sample_index": index, "total_tokens": 512 * index, "digest": f"{order:0>8}{index:024x}"}
+    place = {
+        "sample_index": index,
+        "total_tokens": 512 * index,
+        "digest": f"{order:0>8}{index:024x}",
+    }
     datasets = [
         {"spec": spec, "samples": each.samples, "rows": each.rows, "token_offset": each.tokens}
         for spec, each in counters.items()
     ]
     return CommittedState(
-        **place, state=canonical({**place, "datasets": datasets, "text": "\u20ac"}), counters=counters
+        **place,
+        state=canonical({**place, "datasets": datasets, "text": "\u20ac"}),
+        counters=counters,
     )
 
 
@@ -40,7 +46,9 @@ def opening_of(generation: int, start: CommittedState, attempt: str | None = Non
     )
 
 
-def revision_of(number: int, sample_index: int, reason: str = "more code", skips: int = 0) -> StoredRevision:
+def revision_of(
+    number: int, sample_index: int, reason: str = "more code", skips: int = 0
+) -> StoredRevision:
     """A change, or a skip of so many samples, as an opening makes one."""
     return StoredRevision(
         number=number,

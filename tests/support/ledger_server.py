@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenloom_server.ledger.base import Ledger
-from tokenloom_server.ledger.commands import Acquire, ClaimSlot, Command, Commit, DropRevisions, Open, Revise
+from tokenloom_server.ledger.commands import (
+    Acquire,
+    ClaimSlot,
+    Command,
+    Commit,
+    DropRevisions,
+    Open,
+    Revise,
+)
 from tokenloom_server.ledger.records import CommittedState, StoredRevision, StoredRun
 
 from support.ledger_data import commit_at, opening_of, revision_of
@@ -26,10 +34,18 @@ class Server:
         """Any command on this run, by this server."""
         return self.ledger.execute(kind(UID, STREAM, self.epoch, *values, **more))
 
-    def commit(self, index: int, generation: int = 1, *, order: str = "0", journal: bool = False) -> int:
+    def commit(
+        self, index: int, generation: int = 1, *, order: str = "0", journal: bool = False
+    ) -> int:
         return self.do(Commit, generation, commit_at(index, order), journal)
 
-    def open(self, generation: int, start: int, attempt: str | None = None, opened_at: float | None = None) -> None:
+    def open(
+        self,
+        generation: int,
+        start: int,
+        attempt: str | None = None,
+        opened_at: float | None = None,
+    ) -> None:
         opening = opening_of(generation, commit_at(start), attempt)
         if opened_at is not None:
             opening = replace(opening, opened_at=opened_at)
@@ -39,7 +55,12 @@ class Server:
         self.do(ClaimSlot, generation, rank, nonce)
 
     def revise(
-        self, number: int, sample_index: int, reason: str = "more code", known: int | None = None, closes: int = 0
+        self,
+        number: int,
+        sample_index: int,
+        reason: str = "more code",
+        known: int | None = None,
+        closes: int = 0,
     ) -> int:
         """``known``: of the changes of the revisions; all, if not given. ``closes``: this generation."""
         known = self.run.revision_changes if known is None else known

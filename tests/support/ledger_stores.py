@@ -66,7 +66,12 @@ class MemoryStore:
 class RedisStore:
     """``killed=False`` spares the process, where a crash is beside the point and its time is not."""
 
-    def __init__(self, server: RedisServer, ledger: Callable[[str], Ledger] = RedisLedger, killed: bool = True) -> None:
+    def __init__(
+        self,
+        server: RedisServer,
+        ledger: Callable[[str], Ledger] = RedisLedger,
+        killed: bool = True,
+    ) -> None:
         self._server = server
         self._ledger = ledger
         self._killed = killed

@@ -32,7 +32,11 @@ def committed(ledger: str, run: str) -> dict[str, Any] | None:
 
 
 def _in_redis(port: int, run: str) -> dict[str, Any] | None:
-    options: dict[str, Any] = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S, "retry": None}
+    options: dict[str, Any] = {
+        "socket_timeout": _TIMEOUT_S,
+        "socket_connect_timeout": _TIMEOUT_S,
+        "retry": None,
+    }
     with redis.Redis(port=port, decode_responses=True, **options) as client:
         uid = client.hget("tokenloom:runs", f"{run}/train")
         if uid is None:
@@ -46,15 +50,20 @@ def _in_redis(port: int, run: str) -> dict[str, Any] | None:
     if "sample_index" not in fields:
         return None
     counters = {
-        spec: {"samples": int(samples[spec]), "rows": int(rows[spec]), "tokens": int(tokens[spec])} for spec in samples
+        spec: {"samples": int(samples[spec]), "rows": int(rows[spec]), "tokens": int(tokens[spec])}
+        for spec in samples
     }
-    numbers = {name: int(fields[name]) for name in ("generation", "epoch", "sample_index", "total_tokens")}
+    numbers = {
+        name: int(fields[name]) for name in ("generation", "epoch", "sample_index", "total_tokens")
+    }
     attempt = json.loads(openings[fields["generation"]])["attempt"]
     return numbers | {"attempt": attempt, "digest": fields["digest"], "counters": counters}
 
 
 def _in_file(file: Path, run: str) -> dict[str, Any] | None:
-    with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=_TIMEOUT_S)) as connection:
+    with closing(
+        sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=_TIMEOUT_S)
+    ) as connection:
         connection.execute("BEGIN")
         found = connection.execute(_COMMITTED, (run,)).fetchone()
         if found is None:
@@ -63,5 +72,8 @@ def _in_file(file: Path, run: str) -> dict[str, Any] | None:
         rows = connection.execute(query, (found[0],)).fetchall()
     names = ("generation", "epoch", "sample_index", "total_tokens", "attempt", "digest")
     state: dict[str, Any] = dict(zip(names, found[1:], strict=True))
-    counters = {spec: {"samples": samples, "rows": taken, "tokens": tokens} for spec, samples, taken, tokens in rows}
+    counters = {
+        spec: {"samples": samples, "rows": taken, "tokens": tokens}
+        for spec, samples, taken, tokens in rows
+    }
     return state | {"counters": counters}

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 
-def write_litdata(folder: Path, items: Iterable[Any], *, tokens: bool = False, **options: Any) -> None:
+def write_litdata(
+    folder: Path, items: Iterable[Any], *, tokens: bool = False, **options: Any
+) -> None:
     """A folder of chunks, one sample for each item; ``tokens``: as a stream of ids. ``options`` are those of the writer
     that ``litdata.optimize`` has in each process."""
     from litdata.streaming.item_loader import TokensLoader
@@ -28,7 +30,9 @@ def read_litdata(folder: Path) -> list[Any]:
     from litdata import StreamingDataset
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it leaves files open, and gives tensors of memory that is not writable
+        warnings.simplefilter(
+            "ignore"
+        )  # it leaves files open, and gives tensors of memory that is not writable
         dataset = StreamingDataset(str(folder))
         samples = [dataset[i] for i in range(len(dataset))]
         del dataset

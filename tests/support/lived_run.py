@@ -29,7 +29,13 @@ from support.served import Place, Trainer
 
 NAME = "llm-1b"
 #: Alias, weight, rows of its corpus for 300 points.
-SOURCES = (("web", 6, 3400), ("code", 3, 2800), ("wiki", 2, 520), ("books", 1.5, 1400), ("math", 1, 1000))
+SOURCES = (
+    ("web", 6, 3400),
+    ("code", 3, 2800),
+    ("wiki", 2, 520),
+    ("books", 1.5, 1400),
+    ("math", 1, 1000),
+)
 #: Of the wall clock, from one point to the next, seconds.
 POINT_S = 300.0
 STEPS = 2
@@ -43,10 +49,17 @@ def lived_run(folder: Path, points: int) -> Iterator[tuple[Place, ServedRun]]:
     for number, (alias, _, rows) in enumerate(SOURCES):
         write_jsonl(folder / f"data/{alias}.jsonl", text_rows(rows * points // 300, number, 400))
     children = [
-        {"source": f"jsonl:data/{alias}.jsonl:text", "alias": alias, "weight": weight} for alias, weight, _ in SOURCES
+        {"source": f"jsonl:data/{alias}.jsonl:text", "alias": alias, "weight": weight}
+        for alias, weight, _ in SOURCES
     ]
     mixture = {"policy": "least_consumed", "children": children}
-    of_run = {"run": NAME, "seed": 7, "tokenizer": "bytes", "sequence_length": 64, "window_micro_steps": 8}
+    of_run = {
+        "run": NAME,
+        "seed": 7,
+        "tokenizer": "bytes",
+        "sequence_length": 64,
+        "window_micro_steps": 8,
+    }
     place = Place(folder, folder, of_run | {"mixture": mixture})
     try:
         served = place.serve()
@@ -96,12 +109,18 @@ def report(served: ServedRun, trainer: Trainer, point: int) -> None:
 
 def take_pictures() -> None:
     """Writes ``docs/img/page-*.png``: the list of runs and the tabs, light and dark."""
-    with tempfile.TemporaryDirectory() as folder, lived_run(Path(folder), 300) as (place, _), sync_playwright() as web:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        lived_run(Path(folder), 300) as (place, _),
+        sync_playwright() as web,
+    ):
         server = RestServer("127.0.0.1", 0)
         server.start(place.runs)
         browser = web.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_OPTIONS)
         for scheme in ("light", "dark"):
-            context = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 900})
+            context = browser.new_context(
+                color_scheme=scheme, viewport={"width": 1280, "height": 900}
+            )
             page = context.new_page()
             page.goto(server.url)
             page.get_by_text("By plan the data end").wait_for()
@@ -117,9 +136,9 @@ def take_pictures() -> None:
 def save(page: Page, path: Path) -> None:
     """Few colours and no more than is seen at first, so that a picture stays small."""
     picture = Image.open(io.BytesIO(page.screenshot(full_page=True)))
-    picture.crop((0, 0, picture.width, min(picture.height, 1300))).quantize(128, dither=Image.Dither.NONE).save(
-        path, optimize=True
-    )
+    picture.crop((0, 0, picture.width, min(picture.height, 1300))).quantize(
+        128, dither=Image.Dither.NONE
+    ).save(path, optimize=True)
     sys.stderr.write(f"{path.name}: {path.stat().st_size:,} bytes\n")
 
 

@@ -48,13 +48,18 @@ def main(folder: str) -> None:
     )
     datasets: list[Any] = []
     for name, seed in (("code", 1), ("prose", 2)):
-        random, builder = np.random.default_rng(seed), IndexedDatasetBuilder(f"{name}.bin", dtype=np.uint16)
+        random, builder = (
+            np.random.default_rng(seed),
+            IndexedDatasetBuilder(f"{name}.bin", dtype=np.uint16),
+        )
         for length in random.integers(1, 24, DOCUMENTS):
             builder.add_item(torch.tensor(random.integers(1, 256, length)))
             builder.end_document()
         builder.finalize(f"{name}.idx")
         sequences = np.arange(DOCUMENTS - 1, dtype=np.int32)
-        datasets.append(GPTDataset(IndexedDataset(name), name, sequences, SAMPLES, Split.train, config))
+        datasets.append(
+            GPTDataset(IndexedDataset(name), name, sequences, SAMPLES, Split.train, config)
+        )
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     blend = BlendedDataset(datasets, [0.7, 0.3], SAMPLES, config)
@@ -63,7 +68,10 @@ def main(folder: str) -> None:
         "prose": f"cache/{datasets[1].unique_description_hash}-GPTDataset-train",
         "blend": f"cache/{blend.unique_description_hash}-BlendedDataset-train",
         "samples": {
-            name: [dataset._query_document_sample_shuffle_indices(i)[0].tolist() for i in range(len(dataset))]
+            name: [
+                dataset._query_document_sample_shuffle_indices(i)[0].tolist()
+                for i in range(len(dataset))
+            ]
             for name, dataset in zip(("code", "prose"), datasets, strict=True)
         },
         "blended": np.stack((blend.dataset_index, blend.dataset_sample_index), axis=1).tolist(),

@@ -125,7 +125,9 @@ class MemoryLedger(Ledger):
             raise decision
         if decision.created is not None:
             made = decision.created
-            self._store.runs[made.name, made.stream] = Run(made.name, made.stream, made.uid, made.record)
+            self._store.runs[made.name, made.stream] = Run(
+                made.name, made.stream, made.uid, made.record
+            )
         elif run is not None and head is not None:
             self._write(run, head, decision)
         if decision.contents is not None:
@@ -145,7 +147,9 @@ class MemoryLedger(Ledger):
                 items = {"snapshot_text": run.snapshots[snapshot.id].text}
             case commands.Adopt(new_uid=uid) | commands.Import(uid=uid):
                 holder = self._store.run(uid, run.stream)
-                items = {"uid_holder": holder.name if holder is not None and holder.uid == uid else None}
+                items = {
+                    "uid_holder": holder.name if holder is not None and holder.uid == uid else None
+                }
             case commands.Revise(revision=revision):
                 numbers = {each.number: each for each in run.revisions}
                 newest = run.revisions[-1] if run.revisions else None
@@ -171,11 +175,17 @@ class MemoryLedger(Ledger):
         run = self._store.runs[stored.name, stored.stream]
         for name in ("record", "epoch", "committed", "committed_at", "pin", "lease"):
             setattr(run, name, getattr(stored, name))
-        run.revision_changes, run.closed_generation = stored.revision_changes, stored.closed_generation
+        run.revision_changes, run.closed_generation = (
+            stored.revision_changes,
+            stored.closed_generation,
+        )
         run.elsewhere, run.opening_mark = stored.elsewhere, ""
         run.generation = stored.opening.generation if stored.opening is not None else 0
         run.openings, run.slots = list(contents.openings), dict(contents.slots)
-        run.revisions, run.snapshots = list(contents.revisions), {each.id: each for each in contents.snapshots}
+        run.revisions, run.snapshots = (
+            list(contents.revisions),
+            {each.id: each for each in contents.snapshots},
+        )
         run.journal = {}
         for entry in contents.journal:
             run.journal.setdefault(entry.generation, {})[entry.sample_index] = entry.state
@@ -195,13 +205,17 @@ class MemoryLedger(Ledger):
         if (entry := writes.journal_entry) is not None:
             run.journal.setdefault(entry.generation, {})[entry.sample_index] = entry.state
         if writes.thin_journal:
-            run.journal = {each: dict(sorted(entries.items())[::2]) for each, entries in run.journal.items()}
+            run.journal = {
+                each: dict(sorted(entries.items())[::2]) for each, entries in run.journal.items()
+            }
         if writes.slot is not None:
             run.slots.update([writes.slot])
         if writes.revision is not None:
             run.revisions.append(writes.revision)
         if writes.drop_revisions is not None:
-            run.revisions = [revision for revision in run.revisions if revision.number < writes.drop_revisions]
+            run.revisions = [
+                revision for revision in run.revisions if revision.number < writes.drop_revisions
+            ]
         if writes.snapshot is not None:
             run.snapshots[writes.snapshot.id] = writes.snapshot
 
@@ -236,7 +250,10 @@ class MemoryLedger(Ledger):
                     for index, state in sorted(entries.items())
                 ],
                 revisions=list(run.revisions),
-                snapshots=sorted(run.snapshots.values(), key=lambda each: (each.saved_at, each.sample_index, each.id)),
+                snapshots=sorted(
+                    run.snapshots.values(),
+                    key=lambda each: (each.saved_at, each.sample_index, each.id),
+                ),
             )
 
     def store_faults(self) -> Sequence[str]:
@@ -271,7 +288,10 @@ class MemoryLedger(Ledger):
 
     def snapshots(self, uid: str, stream: str) -> Sequence[StoredSnapshot]:
         with self._reading(uid, stream) as run:
-            return sorted(run.snapshots.values(), key=lambda saved: (-saved.saved_at, -saved.sample_index, saved.id))
+            return sorted(
+                run.snapshots.values(),
+                key=lambda saved: (-saved.saved_at, -saved.sample_index, saved.id),
+            )
 
     def snapshot_count(self, uid: str, stream: str) -> int:
         return len(self.snapshots(uid, stream))

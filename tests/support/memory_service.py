@@ -19,7 +19,13 @@ from tokenloom_server.api.service import RunProblem, Runs
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.measures import LabelledCounter, Measures, StorageMeasures
 from tokenloom_server.core.state import RowCounts, digest_hex
-from tokenloom_server.errors import BeyondHorizon, ConfigError, NotFound, SnapshotInvalid, TokenloomError
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    NotFound,
+    SnapshotInvalid,
+    TokenloomError,
+)
 from tokenloom_server.order.readers_stats import ReaderNode, ReaderSource, ReadersStats
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
 from tokenloom_server.reports.history import RunEvent, RunEvents, RunHistory, SourceHistory
@@ -97,10 +103,16 @@ def report_stats(**figures: Any) -> ReportStats:
 
 
 def readers_stats(**figures: Any) -> ReadersStats:
-    work: dict[str, Any] = {"answers": 12, "tokens": 1_000_000, "cpu_s": 0.0415, "ns_per_token": 41.5}
+    work: dict[str, Any] = {
+        "answers": 12,
+        "tokens": 1_000_000,
+        "cpu_s": 0.0415,
+        "ns_per_token": 41.5,
+    }
     source = ReaderSource(id=0, alias="code", rows_ahead=5000, asked_again=3, **work)
     return ReadersStats(
-        **{"away": "", "nodes": [ReaderNode(name="a-node", cpus=4.0, **work)], "sources": [source]} | figures
+        **{"away": "", "nodes": [ReaderNode(name="a-node", cpus=4.0, **work)], "sources": [source]}
+        | figures
     )
 
 
@@ -160,7 +172,9 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
     )
 
 
-def run_history(run: str = "wiki-and-code", points: int = 0, **tokens: list[int | None]) -> RunHistory:
+def run_history(
+    run: str = "wiki-and-code", points: int = 0, **tokens: list[int | None]
+) -> RunHistory:
     """So many points, ten seconds apart; ``tokens`` by alias."""
     shares = [0.5] * points
     return RunHistory(
@@ -234,10 +248,14 @@ def run_plan(run: str = "wiki-and-code", **figures: Any) -> RunPlan:
                 for i, alias in enumerate(("code", "prose"))
             ],
             "endings": [
-                PlannedEnding(tokens=10_249_216, sample_index=20_018, name=alias, why="is exhausted")
+                PlannedEnding(
+                    tokens=10_249_216, sample_index=20_018, name=alias, why="is exhausted"
+                )
                 for alias in ("code", "prose")
             ],
-            "segments": [PlannedSegment(from_tokens=2_097_152, until_tokens=10_249_216, shares=[0.5, 0.5])],
+            "segments": [
+                PlannedSegment(from_tokens=2_097_152, until_tokens=10_249_216, shares=[0.5, 0.5])
+            ],
         }
         | figures
     )
@@ -384,7 +402,9 @@ class MemoryService(Runs):
         """What is asked of a ``ServedRun``, answered by the methods below."""
 
         def owner(**methods: Callable[..., Any]) -> SimpleNamespace:
-            return SimpleNamespace(**{name: partial(method, run) for name, method in methods.items()})
+            return SimpleNamespace(
+                **{name: partial(method, run) for name, method in methods.items()}
+            )
 
         return SimpleNamespace(
             coordinator=SimpleNamespace(name=run, pins=SimpleNamespace(pin=None)),
@@ -396,7 +416,12 @@ class MemoryService(Runs):
             plan=partial(self.plan, run),
             plan_under=partial(self.plan_under, run),
             receipts=owner(receipt=self.receipt, report=self.report),
-            snapshots=owner(take=self.snapshot, list=self.snapshots, saved_at=self.saved_at, saved=self.saved_snapshot),
+            snapshots=owner(
+                take=self.snapshot,
+                list=self.snapshots,
+                saved_at=self.saved_at,
+                saved=self.saved_snapshot,
+            ),
             restores=owner(restore=self.restore, cancel=self.cancel),
             traces=owner(
                 sample=self.trace_sample,
@@ -419,7 +444,9 @@ class MemoryService(Runs):
         try:
             return self.runs[run]
         except KeyError:
-            raise NotFound(f"run {run!r} is not served here; expected one of {', '.join(self.runs)}") from None
+            raise NotFound(
+                f"run {run!r} is not served here; expected one of {', '.join(self.runs)}"
+            ) from None
 
     def history(self, run: str, since: float, until: float, most: int) -> RunHistory:
         self.stats(run)
@@ -432,18 +459,26 @@ class MemoryService(Runs):
 
     def losses(self, run: str) -> RunLosses:
         self.stats(run)
-        nothing: dict[str, list[Any]] = {name: [] for name in ("sample_index", "total_tokens", "step", "loss")}
-        return RunLosses(run=run, stream="train", since=1.8e9, stride=1, learning_rate=[], sources=[], **nothing)
+        nothing: dict[str, list[Any]] = {
+            name: [] for name in ("sample_index", "total_tokens", "step", "loss")
+        }
+        return RunLosses(
+            run=run, stream="train", since=1.8e9, stride=1, learning_rate=[], sources=[], **nothing
+        )
 
     def plan(self, run: str, until_tokens: int | None) -> RunPlan:
         stats = self.stats(run)
         if until_tokens is None:
             return run_plan(run)
         if until_tokens <= stats.total_tokens:
-            raise ConfigError(f"tokens: {until_tokens} are asked for, but the run has {stats.total_tokens} already")
+            raise ConfigError(
+                f"tokens: {until_tokens} are asked for, but the run has {stats.total_tokens} already"
+            )
         return run_plan(run, until_tokens=until_tokens, ends=False)
 
-    def plan_under(self, run: str, change: MixtureChange, until_tokens: int | None) -> tuple[RevisionInfo, RunPlan]:
+    def plan_under(
+        self, run: str, change: MixtureChange, until_tokens: int | None
+    ) -> tuple[RevisionInfo, RunPlan]:
         stats, now = self.stats(run), change.model_copy(update={"sample_index": None})
         shares = [0.25, 0.75] if change.set else [1 / len(stats.sources)] * len(stats.sources)
         plan = self.plan(run, until_tokens)
@@ -454,7 +489,9 @@ class MemoryService(Runs):
         stats = self.stats(run)
         index = stats.sample_index if sample_index is None else sample_index
         if index > stats.sample_index:
-            raise BeyondHorizon(f"sample index {index} is beyond the committed {stats.sample_index}")
+            raise BeyondHorizon(
+                f"sample index {index} is beyond the committed {stats.sample_index}"
+            )
         return run_receipt(stats, index)
 
     def report(self, run: str) -> RunReport:
@@ -464,7 +501,9 @@ class MemoryService(Runs):
         stats = self.stats(run)
         index = stats.sample_index if sample_index is None else sample_index
         if index > stats.produced_index:
-            raise BeyondHorizon(f"sample index {index} is beyond the horizon {stats.produced_index}")
+            raise BeyondHorizon(
+                f"sample index {index} is beyond the horizon {stats.produced_index}"
+            )
         text = seal(
             {
                 "run": run,
@@ -518,7 +557,9 @@ class MemoryService(Runs):
                 raise SnapshotInvalid(str(error)) from None
         assert sample_index is not None
         if sample_index > stats.produced_index:
-            raise BeyondHorizon(f"sample index {sample_index} is beyond the horizon {stats.produced_index}")
+            raise BeyondHorizon(
+                f"sample index {sample_index} is beyond the horizon {stats.produced_index}"
+            )
         skip = skip_samples or -(-skip_tokens // stats.sequence_length)
         self.restored[run] = NextLaunch(
             sample_index=sample_index,
@@ -532,7 +573,9 @@ class MemoryService(Runs):
             raise NotFound(f"nothing is pinned for the next launch of run {run!r}")
         return self.restored.pop(run)
 
-    def trace_of_source(self, run: str, source: str, number: int | None, text: bool) -> TracedSample:
+    def trace_of_source(
+        self, run: str, source: str, number: int | None, text: bool
+    ) -> TracedSample:
         names = [each.alias for each in self.stats(run).sources]
         if source not in names:
             raise NotFound(f"source: run {run!r} has no source {source!r}; it has {names}")
@@ -542,15 +585,23 @@ class MemoryService(Runs):
     def trace_evaluated(self, run: str, stream: str, index: int, text: bool) -> TracedSample:
         stats = self.stats(run)
         if stream not in stats.streams:
-            raise NotFound(f"run {run!r} has no stream {stream!r}; it has {[stats.stream, *stats.streams]}")
+            raise NotFound(
+                f"run {run!r} has no stream {stream!r}; it has {[stats.stream, *stats.streams]}"
+            )
         return self.trace_sample(run, index, None, text)
 
-    def trace_sample(self, run: str, index: int, generation: int | None, text: bool) -> TracedSample:
+    def trace_sample(
+        self, run: str, index: int, generation: int | None, text: bool
+    ) -> TracedSample:
         stats = self.stats(run)
         if generation not in (None, stats.generation):
-            raise NotFound(f"there is no generation {generation}; the ledger has {stats.generation}")
+            raise NotFound(
+                f"there is no generation {generation}; the ledger has {stats.generation}"
+            )
         if index >= stats.produced_index:
-            raise BeyondHorizon(f"sample {index} was not delivered: {stats.produced_index} are produced")
+            raise BeyondHorizon(
+                f"sample {index} was not delivered: {stats.produced_index} are produced"
+            )
         document = TracedDocument(
             position=0,
             shard="data/source-0-00.parquet",
@@ -588,7 +639,9 @@ class MemoryService(Runs):
         size = stats.batch_size
         begin = step * size * stats.world_size
         if rank is not None and rank >= stats.world_size:
-            raise ConfigError(f"rank is {rank}, but generation {stats.generation} has {stats.world_size}")
+            raise ConfigError(
+                f"rank is {rank}, but generation {stats.generation} has {stats.world_size}"
+            )
         ranks = range(stats.world_size) if rank is None else (rank,)
         return TracedMicroStep(
             generation=stats.generation,
@@ -601,7 +654,10 @@ class MemoryService(Runs):
             ranks=[
                 TracedRank(
                     rank=each,
-                    samples=[self.trace_sample(run, begin + each * size + i, generation, text) for i in range(size)],
+                    samples=[
+                        self.trace_sample(run, begin + each * size + i, generation, text)
+                        for i in range(size)
+                    ],
                     padding=0,
                 )
                 for each in ranks
@@ -609,10 +665,17 @@ class MemoryService(Runs):
         )
 
     def fork(
-        self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
+        self,
+        run: str,
+        *,
+        parent: str | None = None,
+        sample_index: int | None = None,
+        text: str | None = None,
     ) -> NextLaunch:
         stats = self.stats(parent or run)
-        return self.restore(run, sample_index=stats.sample_index if sample_index is None else sample_index)
+        return self.restore(
+            run, sample_index=stats.sample_index if sample_index is None else sample_index
+        )
 
     def mixture(self, run: str) -> MixtureInfo:
         stats = self.stats(run)
@@ -620,7 +683,10 @@ class MemoryService(Runs):
             run=run,
             sample_index=stats.sample_index,
             sequence_length=stats.sequence_length,
-            mixture={"policy": "weighted", "children": [{"source": source.spec} for source in stats.sources]},
+            mixture={
+                "policy": "weighted",
+                "children": [{"source": source.spec} for source in stats.sources],
+            },
             paused=[],
             dropped=[],
             phases=[],

@@ -72,7 +72,11 @@ class Walk:
     """
 
     def __init__(
-        self, config: RunConfig, capacity: list[int], updates: int = 8, lengths: Sequence[Sequence[int]] = ()
+        self,
+        config: RunConfig,
+        capacity: list[int],
+        updates: int = 8,
+        lengths: Sequence[Sequence[int]] = (),
     ) -> None:
         self.capacity = capacity
         self.real = lengths
@@ -100,7 +104,10 @@ class Walk:
     def begin(self) -> int:
         done = sum(self.given)
         tokens = done * self.config.sequence_length
-        return self.mixer.update_weights(done * self._pretended, tokens, self.rows_picked) // self._pretended
+        return (
+            self.mixer.update_weights(done * self._pretended, tokens, self.rows_picked)
+            // self._pretended
+        )
 
     def has_sample(self, source: int) -> bool:
         return self.given[source] < self.capacity[source]
@@ -120,7 +127,11 @@ class Walk:
             plan = self.mixer.plan(some).tolist()
             assert len(plan) == some
             ready, planned = 0, list(self.given)
-            while ready < len(plan) and plan[ready] != NOTHING and planned[plan[ready]] < self.capacity[plan[ready]]:
+            while (
+                ready < len(plan)
+                and plan[ready] != NOTHING
+                and planned[plan[ready]] < self.capacity[plan[ready]]
+            ):
                 planned[plan[ready]] += 1
                 ready += 1
             if ready:
@@ -151,7 +162,9 @@ class Walk:
         """Goes on under another mixture of the run; ``capacity`` of all sources it ever had."""
         exhausted = self.mixer.exhausted(self.mixer.mix_weights)
         sources = [
-            SourceState(samples=samples, tokens=samples * self.config.sequence_length, exhausted=out)
+            SourceState(
+                samples=samples, tokens=samples * self.config.sequence_length, exhausted=out
+            )
             for samples, out in zip(self.given, exhausted, strict=True)
         ]
         state = State(
@@ -167,13 +180,21 @@ class Walk:
         self.begin_under(config, nodes)
 
 
-def node_start(weights: Sequence[int], tokens: int = 8, seed: int = 7, owed: Sequence[int] = ()) -> NodeStart:
+def node_start(
+    weights: Sequence[int], tokens: int = 8, seed: int = 7, owed: Sequence[int] = ()
+) -> NodeStart:
     """A node over as many sources, of which nothing was picked yet; ``tokens`` of a pick."""
     size = len(weights)
     ids = tuple(range(0, 2 * size, 2))
     return NodeStart(
         NodeShape(
-            node_id=0, seed=seed, pick_tokens=tokens, weights=tuple(weights), child_ids=ids, points=(), linear=True
+            node_id=0,
+            seed=seed,
+            pick_tokens=tokens,
+            weights=tuple(weights),
+            child_ids=ids,
+            points=(),
+            linear=True,
         ),
         Children([0] * size, balances := [0] * size, [False] * size, balances),
         [ChildState(credit=credit) for credit in owed or [0] * size],
@@ -190,5 +211,7 @@ def worst_distance(found: Sequence[int], weights: Sequence[float]) -> float:
     given, worst = [0] * len(weights), 0
     for k, source in enumerate(found, start=1):
         given[source] += 1
-        worst = max(worst, max(abs(g * scale - share * k) for g, share in zip(given, shares, strict=True)))
+        worst = max(
+            worst, max(abs(g * scale - share * k) for g, share in zip(given, shares, strict=True))
+        )
     return worst / scale

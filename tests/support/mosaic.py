@@ -19,7 +19,9 @@ def mosaic() -> Any:
     return streaming
 
 
-def write_mds(folder: Path, columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], **options: Any) -> None:
+def write_mds(
+    folder: Path, columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], **options: Any
+) -> None:
     """A folder of shards, one sample for each row; ``options`` are those of ``MDSWriter``."""
     with mosaic().MDSWriter(out=str(folder), columns=dict(columns), **options) as writer:
         for row in rows:

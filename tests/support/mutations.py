@@ -56,7 +56,10 @@ def _arrow(rows: Any, make: Any, **options: Any) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         table = pa.table({"other": list(range(len(rows))), "column": rows})
         settings = pa.ipc.IpcWriteOptions(**options)
-        with pa.OSFile(str(path), "wb") as file, make(file, table.schema, options=settings) as writer:
+        with (
+            pa.OSFile(str(path), "wb") as file,
+            make(file, table.schema, options=settings) as writer,
+        ):
             writer.write_table(table, max_chunksize=25)
 
     return write
@@ -82,9 +85,13 @@ def formats() -> dict[str, Format]:
     parquet, arrow = ("parquet:a.parquet:column", "a.parquet"), ("arrow:.:column", "a.arrow")
     return {
         "parquet text": Format(*parquet, _parquet(TEXTS, **checked), True),
-        "parquet plain text": Format(*parquet, _parquet(TEXTS, compression="none", use_dictionary=False), False),
+        "parquet plain text": Format(
+            *parquet, _parquet(TEXTS, compression="none", use_dictionary=False), False
+        ),
         "parquet ids": Format(*parquet, _parquet(IDS, **checked), True),
-        "parquet ids v2": Format(*parquet, _parquet(IDS, data_page_version="2.0", compression="zstd", **checked), True),
+        "parquet ids v2": Format(
+            *parquet, _parquet(IDS, data_page_version="2.0", compression="zstd", **checked), True
+        ),
         "parquet nested": Format("parquet:a.parquet:meta.text", "a.parquet", _nested, True),
         "arrow stream text": Format(*arrow, _arrow(TEXTS, stream), False),
         "arrow stream ids": Format(*arrow, _arrow(IDS, stream, compression="lz4"), False),
@@ -92,14 +99,22 @@ def formats() -> dict[str, Format]:
         "arrow file text": Format(*arrow, _arrow(TEXTS, file, compression="zstd"), False),
         "arrow file ids": Format(*arrow, _arrow(IDS, file), False),
         "arrow file views": Format(*arrow, _arrow(views, file), False),
-        "jsonl text": Format("jsonl:a.jsonl:column", "a.jsonl", _bytes(lambda: _jsonl(TEXTS)), False),
+        "jsonl text": Format(
+            "jsonl:a.jsonl:column", "a.jsonl", _bytes(lambda: _jsonl(TEXTS)), False
+        ),
         "jsonl ids": Format("jsonl:a.jsonl:column", "a.jsonl", _bytes(lambda: _jsonl(IDS)), False),
         "txt": Format("txt:a.txt:text", "a.txt", _bytes(_txt), False),
         "jsonl gzip": Format(
-            "jsonl:a.jsonl.gz:column", "a.jsonl.gz", _bytes(lambda: gzip.compress(_jsonl(TEXTS), mtime=0)), True
+            "jsonl:a.jsonl.gz:column",
+            "a.jsonl.gz",
+            _bytes(lambda: gzip.compress(_jsonl(TEXTS), mtime=0)),
+            True,
         ),
         "txt zstd": Format(
-            "txt:a.txt.zst:text", "a.txt.zst", _bytes(lambda: pa.Codec("zstd").compress(_txt(), asbytes=True)), False
+            "txt:a.txt.zst:text",
+            "a.txt.zst",
+            _bytes(lambda: pa.Codec("zstd").compress(_txt(), asbytes=True)),
+            False,
         ),
     }
 
@@ -113,7 +128,12 @@ def mutated(whole: bytes, draw: random.Random) -> bytes:
     data, at = bytearray(whole), draw.randrange(len(whole))
     # Headers and footers lie at the ends, and are looked at more than the rest.
     if draw.random() < 0.4:
-        at = draw.choice((draw.randrange(min(64, len(data))), len(data) - 1 - draw.randrange(min(700, len(data)))))
+        at = draw.choice(
+            (
+                draw.randrange(min(64, len(data))),
+                len(data) - 1 - draw.randrange(min(700, len(data))),
+            )
+        )
     length = draw.choice((1, 2, 4, 8, 32, 200))
     match draw.randrange(9):
         case 0:
@@ -159,13 +179,20 @@ def _outcome(form: Format, folder: Path, skip: bool, known: list[Any]) -> str:
             rows.column.validate(full=True)
             assert rows.column.null_count == 0
             values = rows.column.to_pylist()
-            assert all(isinstance(value, str if source.content is Content.TEXT else list) for value in values)
+            assert all(
+                isinstance(value, str if source.content is Content.TEXT else list)
+                for value in values
+            )
             found += values
     except SourceError as error:
         if form.name not in str(error):
             return f"an error that does not name the file: {error}"
         # What came before it stands.
-        return "error" if not form.checked or found == known[: len(found)] else f"{len(found)} other rows, and {error}"
+        return (
+            "error"
+            if not form.checked or found == known[: len(found)]
+            else f"{len(found)} other rows, and {error}"
+        )
     return "rows" if found == known and not bad else "others"
 
 

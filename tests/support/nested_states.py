@@ -91,7 +91,9 @@ class OldInterleaved:
     def state(self, shape: Shape = "counts", *, by_child: bool = True) -> dict[str, Any]:
         """``by_child``: with ``examples_per_dataset``."""
         states = [
-            child.state(shape, by_child=by_child) if isinstance(child, OldInterleaved) else child.state(shape)
+            child.state(shape, by_child=by_child)
+            if isinstance(child, OldInterleaved)
+            else child.state(shape)
             for child in self.children
         ]
         state = {
@@ -119,7 +121,9 @@ def three_levels(draws: int, lengths: Sequence[int] = (40, 60, 30, 50)) -> OldIn
     last is split."""
     a, b, c, d = lengths
     inner = OldInterleaved([OldDataset(c), OldDataset(d, examples_per_row=3)])
-    loader = OldInterleaved([OldDataset(a), OldInterleaved([OldDataset(b, rows_per_example=4), inner], [0.25, 0.75])])
+    loader = OldInterleaved(
+        [OldDataset(a), OldInterleaved([OldDataset(b, rows_per_example=4), inner], [0.25, 0.75])]
+    )
     rng = random.Random(7)
     for _ in range(draws):
         loader.draw(rng)
@@ -144,4 +148,9 @@ def in_workers(*states: dict[str, Any]) -> dict[str, Any]:
 
 def in_process(state: dict[str, Any]) -> dict[str, Any]:
     """As a stateful loader without workers saves it."""
-    return {"_sampler_iter_yielded": 3, "_num_yielded": 3, "dataset_state": state, "_iterator_finished": False}
+    return {
+        "_sampler_iter_yielded": 3,
+        "_num_yielded": 3,
+        "dataset_state": state,
+        "_iterator_finished": False,
+    }

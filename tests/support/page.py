@@ -10,7 +10,9 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
 
 RUN = "wiki-and-code"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 #: --no-sandbox: as root, in a container, Chromium has none; it only visits the tests' own servers.
 CHROMIUM_OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 WIDTH, HEIGHT = 1280, 900
@@ -64,12 +66,19 @@ def source_row(page: Page, alias: str) -> Locator:
 
 def cell(page: Page, alias: str, label: str) -> str:
     """What the table of sources shows of one."""
-    return source_row(page, alias).locator(f'[data-label="{label}"]').inner_text().replace("\u00a0", " ")
+    return (
+        source_row(page, alias)
+        .locator(f'[data-label="{label}"]')
+        .inner_text()
+        .replace("\u00a0", " ")
+    )
 
 
 def assert_no_axe_finding(page: Page, rule: str | None = None) -> None:
     """That axe-core finds nothing, by all rules or by one."""
-    found = Axe().run(page, options={"runOnly": {"type": "rule", "values": [rule]}} if rule else None)
+    found = Axe().run(
+        page, options={"runOnly": {"type": "rule", "values": [rule]}} if rule else None
+    )
     assert not found.violations_count, f"{page.url}: {found.generate_report()}"
 
 
@@ -77,4 +86,6 @@ def assert_fits(page: Page, *widths: int) -> None:
     """That nothing is cut, on a telephone as on a wall."""
     for width in widths:
         page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{page.url} at {width}"
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, (
+            f"{page.url} at {width}"
+        )

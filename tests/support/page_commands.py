@@ -15,9 +15,49 @@ PAGES = {
 }
 #: What a command begins with in a block without a language. In a block with prompts, commands are what follows ``$``.
 PROGRAMS = (
-    *("tokenloom", "python", "python3", "pip", "make", "pytest", "torchrun", "ray", "sbatch", "srun", "accelerate"),
-    *("docker", "kubectl", "kind", "helm", "curl", "redis-cli", "promtool", "gh", "git", "hf", "aws", "wget", "jq"),
-    *("sudo", "systemctl", "journalctl", "openssl", "export", "cat", "grep", "cp", "mv", "mkdir", "cd", "rm", "ls"),
+    *(
+        "tokenloom",
+        "python",
+        "python3",
+        "pip",
+        "make",
+        "pytest",
+        "torchrun",
+        "ray",
+        "sbatch",
+        "srun",
+        "accelerate",
+    ),
+    *(
+        "docker",
+        "kubectl",
+        "kind",
+        "helm",
+        "curl",
+        "redis-cli",
+        "promtool",
+        "gh",
+        "git",
+        "hf",
+        "aws",
+        "wget",
+        "jq",
+    ),
+    *(
+        "sudo",
+        "systemctl",
+        "journalctl",
+        "openssl",
+        "export",
+        "cat",
+        "grep",
+        "cp",
+        "mv",
+        "mkdir",
+        "cd",
+        "rm",
+        "ls",
+    ),
 )
 _COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:\S+/)?(?:{'|'.join(PROGRAMS)})(?: .*)?")
 _PLACES = {"", "bash", "console", "sh", "shell"}
@@ -51,7 +91,9 @@ def blocks(text: str) -> list[Block]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip().startswith("```"):
             fenced = not fenced
-            block, mark = (Block(number, mark, line.strip()[3:]), "") if fenced else (Block(0, ""), "")
+            block, mark = (
+                (Block(number, mark, line.strip()[3:]), "") if fenced else (Block(0, ""), "")
+            )
             found += [block] if fenced else []
         elif fenced or (block.line and line.startswith("    ")):
             block.lines.append(line if fenced else line.strip())

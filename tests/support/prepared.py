@@ -25,7 +25,9 @@ def write_texts(folder: Path, files: int = 6) -> dict[str, Any]:
         rows = [json.dumps({"text": text}) for text in text_rows(40, number, 9)]
         rows[7] = rows[7] if number else '{"text": 7}'
         (folder / f"data/{number}.jsonl").write_text("".join(row + "\n" for row in rows))
-    (folder / "data/large.jsonl").write_text("".join(f'{{"text": "{"row " * 60}{i}"}}\n' for i in range(13_000)))
+    (folder / "data/large.jsonl").write_text(
+        "".join(f'{{"text": "{"row " * 60}{i}"}}\n' for i in range(13_000))
+    )
     return flat(["jsonl:data/*.jsonl:text"], on_bad_row="skip")
 
 
@@ -40,7 +42,15 @@ def job_of(
     """A job of two threads, for shards of 10^6 bytes; its index lies in ``folder``."""
     parsed = config.parse(document, where="test", catalog=CATALOG)
     given = {"form": "arrow", "ids_too": False, "shuffled": False, "threads": 2, **options}
-    return Job(parsed, folder, folder / "index", DataRoots(), shard_bytes=shard_bytes, transform=transform, **given)
+    return Job(
+        parsed,
+        folder,
+        folder / "index",
+        DataRoots(),
+        shard_bytes=shard_bytes,
+        transform=transform,
+        **given,
+    )
 
 
 def write_tokenizer(path: Path, texts: list[str]) -> None:
@@ -49,7 +59,10 @@ def write_tokenizer(path: Path, texts: list[str]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(path))

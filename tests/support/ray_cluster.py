@@ -65,4 +65,6 @@ def add_node(cluster: Any, **options: Any) -> None:
     with warnings.catch_warnings():
         # Ray leaves it to the collector to close the logs of the processes that it starts.
         warnings.simplefilter("ignore", ResourceWarning)
-        cluster.add_node(**{"num_cpus": 1, "object_store_memory": STORE_BYTES, **options}, **FEWEST_PROCESSES)
+        cluster.add_node(
+            **{"num_cpus": 1, "object_store_memory": STORE_BYTES, **options}, **FEWEST_PROCESSES
+        )

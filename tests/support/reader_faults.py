@@ -96,7 +96,10 @@ def faulty_readers(folder: Path) -> Iterator[Faults]:
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(_SITE, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH")])))
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH")])),
+        )
         patch.setenv("READER_FAULTS", str(faults.folder))
         patch.setattr("tokenloom_server.workers.cluster.readers.source.REQUEST_BYTES", 8000)
         patch.setattr("tokenloom_server.workers.cluster.readers.source.FIRST_ROWS", 50)
@@ -112,7 +115,9 @@ def write_texts(folder: Path) -> Path:
 
 
 def samples(
-    order: PipelineFactory, readers: RayReaders | None = None, at: Mapping[int, Callable[[], object]] | None = None
+    order: PipelineFactory,
+    readers: RayReaders | None = None,
+    at: Mapping[int, Callable[[], object]] | None = None,
 ) -> list[tuple[int, bytes]]:
     """All samples of a run, sources and ids. ``at``: what is done once there are so many."""
     order.resources.readers = readers
@@ -123,7 +128,9 @@ def samples(
         while len(group.marks) < 5 and pipeline.ended is None:
             pipeline.fill(group, 3)
         sources = group.source_ids[0, :, 0].tolist()
-        found += [(sources[i], group.ids(0, i, i + 1)[0].tobytes()) for i in range(len(group.marks))]
+        found += [
+            (sources[i], group.ids(0, i, i + 1)[0].tobytes()) for i in range(len(group.marks))
+        ]
         for index in [index for index in left if index <= len(found)]:
             left.pop(index)()
     return found

@@ -17,7 +17,9 @@ class Redirecting:
             def do_GET(self) -> None:
                 site.heard.append((self.path, self.headers.get("authorization")))
                 self.send_response(404 if self.path == "/elsewhere" else 302)
-                self.send_header("location", f"http://localhost:{site._server.server_port}/elsewhere")
+                self.send_header(
+                    "location", f"http://localhost:{site._server.server_port}/elsewhere"
+                )
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:

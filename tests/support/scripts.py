@@ -32,7 +32,11 @@ class Job:
     def wait(self) -> None:
         """Until every rank has ended, well; raises with what they printed otherwise."""
         deadline = time.monotonic() + JOB_DEADLINE_S
-        while None in (statuses := self.statuses()) and not any(statuses) and time.monotonic() < deadline:
+        while (
+            None in (statuses := self.statuses())
+            and not any(statuses)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
         if any(status != 0 for status in statuses):
             self.kill()
@@ -71,5 +75,9 @@ def launch(
             **(environment or {}),
         }
         output = folder / "output.txt"
-        ranks.append(forks.fork(script.resolve(), arguments, output=output, folder=folder, environment=variables))
+        ranks.append(
+            forks.fork(
+                script.resolve(), arguments, output=output, folder=folder, environment=variables
+            )
+        )
     return Job(tuple(ranks), folder)

@@ -94,7 +94,13 @@ class Rank:
         self.joined: Joined = served.join_handler.join(call)
         opening, start = self.joined.opening, self.joined.start
         self.base = Base(start.sample_index, opening.start_state.encode())
-        point = Point(start.sample_index, start.total_tokens, start.real_tokens, f"{start.digest:032x}", self.base)
+        point = Point(
+            start.sample_index,
+            start.total_tokens,
+            start.real_tokens,
+            f"{start.digest:032x}",
+            self.base,
+        )
         template = canonical(
             served.coordinator.order.record.template(self.joined.uid, "train", opening.generation)
         ).encode()
@@ -111,7 +117,12 @@ class Rank:
         self.served, self.end = served, None
         coordinator, opening = served.coordinator, self.joined.opening
         self.session = coordinator.sessions.attach(
-            self.joined.uid, opening.generation, self.call.rank, self.call.nonce, self.received, self.committed_seen
+            self.joined.uid,
+            opening.generation,
+            self.call.rank,
+            self.call.nonce,
+            self.received,
+            self.committed_seen,
         )
         coordinator.sessions.progress(self.session, self.consumed, credit_micro_steps)
         return self.session
@@ -139,7 +150,10 @@ class Rank:
             assert begin == self.received
             first = begin + group.slice_of(step, rank) * batch
             samples = {
-                first + i: Sample(int(group.source_ids[rank, step, i]), group.ids(rank, step, step + 1)[i].tobytes())
+                first + i: Sample(
+                    int(group.source_ids[rank, step, i]),
+                    group.ids(rank, step, step + 1)[i].tobytes(),
+                )
                 for i in range(batch)
                 if group.source_ids[rank, step, i] >= 0
             }
@@ -172,11 +186,14 @@ class Trainer:
 
     attempts = 0
 
-    def __init__(self, served: ServedRun, world_size: int = 2, batch_size: Sizes = 2, **ask: Any) -> None:
+    def __init__(
+        self, served: ServedRun, world_size: int = 2, batch_size: Sizes = 2, **ask: Any
+    ) -> None:
         Trainer.attempts += 1
         self.attempt = f"attempt-{Trainer.attempts}"
         self.ranks = [
-            Rank(served, call_of(rank, world_size, batch_size, self.attempt, **ask)) for rank in range(world_size)
+            Rank(served, call_of(rank, world_size, batch_size, self.attempt, **ask))
+            for rank in range(world_size)
         ]
 
     def connect(self, served: ServedRun) -> ServedRun:
@@ -282,7 +299,10 @@ class Place:
 
     def counters(self) -> dict[str, tuple[int, int]]:
         """Committed samples and tokens of each source."""
-        return {spec: (counters.samples, counters.tokens) for spec, counters in self.committed().counters.items()}
+        return {
+            spec: (counters.samples, counters.tokens)
+            for spec, counters in self.committed().counters.items()
+        }
 
 
 def printed(stats: RunStats) -> str:
@@ -296,18 +316,24 @@ def never() -> bool:
     return False
 
 
-def call_of(rank: int = 0, world_size: int = 2, batch_size: Sizes = 2, attempt: str = "a", **ask: Any) -> JoinCall:
+def call_of(
+    rank: int = 0, world_size: int = 2, batch_size: Sizes = 2, attempt: str = "a", **ask: Any
+) -> JoinCall:
     fields: dict[str, Any] = {"resume": "", "state": b"", "nonce": f"{attempt}-nonce-{rank}"}
     if not isinstance(batch_size, int):
         fields["batch_sizes"], batch_size = batch_size, 0
-    return JoinCall(rank=rank, world_size=world_size, batch_size=batch_size, attempt=attempt, **(fields | ask))
+    return JoinCall(
+        rank=rank, world_size=world_size, batch_size=batch_size, attempt=attempt, **(fields | ask)
+    )
 
 
 def sequence(served: ServedRun) -> list[Sample]:
     """The canonical order to its end, straight from the pipeline."""
     timeline = served.coordinator.timeline
     pipeline = timeline.pipeline(timeline.initial())
-    group = pipeline.begin_group(BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=1000))
+    group = pipeline.begin_group(
+        BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=1000)
+    )
     pipeline.fill(group, 1000)
     assert pipeline.ended is not None
     return [
@@ -318,7 +344,9 @@ def sequence(served: ServedRun) -> list[Sample]:
 
 def revise(served: ServedRun, **change: Any) -> StoredRevision:
     """A revision as a PATCH of the mixture makes it."""
-    return served.revision_handler.revise(MixtureChange.model_validate({"reason": "a test", **change}))
+    return served.revision_handler.revise(
+        MixtureChange.model_validate({"reason": "a test", **change})
+    )
 
 
 def part(samples: list[Sample], begin: int, end: int) -> dict[int, Sample]:
@@ -328,7 +356,10 @@ def part(samples: list[Sample], begin: int, end: int) -> dict[int, Sample]:
 def recount(served: ServedRun, samples: dict[int, Sample]) -> dict[str, tuple[int, int]]:
     """What ``Place.counters`` has to be after these samples."""
     counts = Counter(sample.source for sample in samples.values())
-    return {spec: (counts[i], counts[i] * 8) for i, spec in enumerate(served.coordinator.order.record.specs)}
+    return {
+        spec: (counts[i], counts[i] * 8)
+        for i, spec in enumerate(served.coordinator.order.record.specs)
+    }
 
 
 def until_led(call: Callable[[], T]) -> T:
@@ -354,7 +385,11 @@ def serving(folder: Path, ledger_folder: Path, document: dict[str, Any]) -> Iter
 
 @contextmanager
 def runs_of(
-    folder: Path, *mixtures: Path, ledger: str = "ledger.db", holder: str | None = None, liveness_s: float = 15.0
+    folder: Path,
+    *mixtures: Path,
+    ledger: str = "ledger.db",
+    holder: str | None = None,
+    liveness_s: float = 15.0,
 ) -> Iterator[Runs]:
     """A server's runs, with a ledger in a folder."""
     opened = SqliteLedger(folder / ledger)

@@ -39,7 +39,15 @@ _WORK = (
         "gigatoken",
         "grpc_reflection.v1alpha.reflection",
     ),
-    *("prometheus_client", "pyarrow.dataset", "pydantic.v1", "redis", "rich._emoji_codes", "rich.status", "tokenizers"),
+    *(
+        "prometheus_client",
+        "pyarrow.dataset",
+        "pydantic.v1",
+        "redis",
+        "rich._emoji_codes",
+        "rich.status",
+        "tokenizers",
+    ),
     *("uvicorn.protocols.http.h11_impl",),
 )
 
@@ -77,7 +85,11 @@ class ServerProcess:
         self._flags = tuple(flags)
         self._environment = dict(environment or {})
         # A relative SQLite file lies beside the mixture file; servers of one mixture must not share it.
-        self.ledger = ledger.replace("sqlite:///", f"sqlite:///{folder}/") if ledger.startswith("sqlite:") else ledger
+        self.ledger = (
+            ledger.replace("sqlite:///", f"sqlite:///{folder}/")
+            if ledger.startswith("sqlite:")
+            else ledger
+        )
         self._process: subprocess.Popen[bytes] | Fork | None = None
 
     def url(self, run: str) -> str:
@@ -90,11 +102,15 @@ class ServerProcess:
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """What REST answers, whatever proxy the environment names. ``options`` are those of ``httpx.request``."""
-        return httpx.request(method, f"{self.rest_url}{path}", trust_env=False, verify=False, timeout=60, **options)
+        return httpx.request(
+            method, f"{self.rest_url}{path}", trust_env=False, verify=False, timeout=60, **options
+        )
 
     def get(self, path: str, **query: object) -> Any:
         """The document that REST has there."""
-        answer = self.request("GET", path, params={name: str(value) for name, value in query.items()})
+        answer = self.request(
+            "GET", path, params={name: str(value) for name, value in query.items()}
+        )
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -114,17 +130,38 @@ class ServerProcess:
     def start(self) -> ServerProcess:
         assert self._process is None, "it runs"
         self.ready_file.unlink(missing_ok=True)  # of one that was killed
-        arguments: list[object] = ["serve", *self._mixtures, "--grpc", self.grpc, "--rest", self.rest]
+        arguments: list[object] = [
+            "serve",
+            *self._mixtures,
+            "--grpc",
+            self.grpc,
+            "--rest",
+            self.rest,
+        ]
         arguments += ["--ledger", self.ledger, "--ready-file", self.ready_file]
         arguments += ["--index-dir", self.log_path.parent / "index", *self._flags]
         if self._options is not None:
-            command = [sys.executable, "-W", "error", *self._options, "-m", "tokenloom_server", *map(str, arguments)]
+            command = [
+                sys.executable,
+                "-W",
+                "error",
+                *self._options,
+                "-m",
+                "tokenloom_server",
+                *map(str, arguments),
+            ]
             with self.log_path.open("ab") as log:
                 self._process = subprocess.Popen(
-                    command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | self._environment
+                    command,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    env=os.environ | self._environment,
                 )
         else:
-            self._process = server_forks().fork(MAIN, arguments, output=self.log_path, environment=self._environment)
+            self._process = server_forks().fork(
+                MAIN, arguments, output=self.log_path, environment=self._environment
+            )
         deadline = time.monotonic() + START_DEADLINE_S
         while not self.ready_file.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:

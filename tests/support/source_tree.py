@@ -32,7 +32,9 @@ class Module:
     def unit(self) -> str:
         """The name that the tables know: the module, or the folder that it lies in, or that folder's upper floor."""
         names = self.name.split(".")[1:]
-        return next((floor for floor in FLOORS if ".".join(names).startswith(f"{floor}.")), names[0])
+        return next(
+            (floor for floor in FLOORS if ".".join(names).startswith(f"{floor}.")), names[0]
+        )
 
     @property
     def qualified_unit(self) -> str:

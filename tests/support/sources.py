@@ -15,9 +15,13 @@ from tokenloom_server.sources.open import open_source
 from support.catalog import spec_of
 
 
-def opened(folder: Path, spec: str, index_dir: Path | None = None, *, end: int | None = None, **rules: Any) -> Source:
+def opened(
+    folder: Path, spec: str, index_dir: Path | None = None, *, end: int | None = None, **rules: Any
+) -> Source:
     """The source of a spec below a folder; ``end`` is the end-of-text id, ``rules`` are fields of ``RowRules``."""
-    return open_source(spec_of(spec), folder, None, index_dir, end_of_text_id=end, rules=RowRules(**rules))
+    return open_source(
+        spec_of(spec), folder, None, index_dir, end_of_text_id=end, rules=RowRules(**rules)
+    )
 
 
 def rows_of(source: Source, row: int = 0, shard: int = 0) -> list[Any]:
@@ -38,12 +42,17 @@ def all_rows(folder: Path, spec: str, **rules: Any) -> list[Any]:
     return [row for shard in range(len(source.shards)) for row in rows_of(source, shard=shard)]
 
 
-def write_table(path: Path, table: pa.Table, block_rows: int | None = None, new: Any = None, **options: Any) -> None:
+def write_table(
+    path: Path, table: pa.Table, block_rows: int | None = None, new: Any = None, **options: Any
+) -> None:
     """A Parquet file, or by its ending an Arrow file in blocks of rows; ``new``: by default ``pa.ipc.new_stream``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=block_rows, **options)
         return
     settings = pa.ipc.IpcWriteOptions(**options)
-    with pa.OSFile(str(path), "wb") as file, (new or pa.ipc.new_stream)(file, table.schema, options=settings) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        (new or pa.ipc.new_stream)(file, table.schema, options=settings) as writer,
+    ):
         writer.write_table(table, max_chunksize=block_rows)

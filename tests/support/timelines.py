@@ -13,17 +13,32 @@ from tokenloom_server.order.segments import skip_content, skips_after
 from tokenloom_server.order.timeline import Timeline
 
 
-def revised(timeline: Timeline, sample_index: int, *, state: State | None = None, **change: Any) -> Timeline:
+def revised(
+    timeline: Timeline, sample_index: int, *, state: State | None = None, **change: Any
+) -> Timeline:
     """The course under a further revision, made at a ``state``. Raises what ``Timeline.revise`` does."""
-    content = revise(timeline, MixtureChange.model_validate({"reason": "a test", **change}), sample_index, state=state)
+    content = revise(
+        timeline,
+        MixtureChange.model_validate({"reason": "a test", **change}),
+        sample_index,
+        state=state,
+    )
     return _revised(timeline, sample_index, content)
 
 
-def skipping(timeline: Timeline, sample_index: int, samples: int, state: State | None = None) -> Timeline:
+def skipping(
+    timeline: Timeline, sample_index: int, samples: int, state: State | None = None
+) -> Timeline:
     """The timeline under a further revision that passes over samples; ``state``: and of the skips of before over those
     alone that it passed."""
-    passed = timeline.skips if state is None else {skip.sample_index: skip.samples for skip in state.skips}
-    return _revised(timeline, sample_index, skip_content(skips_after(passed, sample_index, samples)))
+    passed = (
+        timeline.skips
+        if state is None
+        else {skip.sample_index: skip.samples for skip in state.skips}
+    )
+    return _revised(
+        timeline, sample_index, skip_content(skips_after(passed, sample_index, samples))
+    )
 
 
 def _revised(timeline: Timeline, sample_index: int, content: dict[str, Any]) -> Timeline:

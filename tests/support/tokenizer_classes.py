@@ -19,7 +19,12 @@ FILE = Path(server.__file__).with_name("classes.json")
 
 #: Arguments that take a flag, but no part of what makes ids: they are for decoding, or for other tasks.
 _OTHER_FLAGS = frozenset(
-    {"clean_up_tokenization_spaces", "use_default_system_prompt", "predict_timestamps", "trim_offsets"}
+    {
+        "clean_up_tokenization_spaces",
+        "use_default_system_prompt",
+        "predict_timestamps",
+        "trim_offsets",
+    }
 )
 #: A map of characters without a rule, as ``Precompiled`` reads it: its size, and a table of 256 empty units.
 _CHARSMAP = struct.pack("<I", 1024) + bytes(1024)
@@ -33,11 +38,17 @@ def table() -> dict[str, Any]:
     from transformers.models.auto import tokenization_auto as auto
 
     named = {str(name) for name in auto.TOKENIZER_MAPPING_NAMES.values() if name}
-    named |= {name for name in dir(transformers) if name.removesuffix("Fast").endswith(("Tokenizer", "Backend"))}
+    named |= {
+        name
+        for name in dir(transformers)
+        if name.removesuffix("Fast").endswith(("Tokenizer", "Backend"))
+    }
     classes = {name.removesuffix("Fast"): _class(name) for name in sorted(named, key=_fast_first)}
     return {
         "models": {
-            kind: name.removesuffix("Fast") for kind, name in sorted(auto.TOKENIZER_MAPPING_NAMES.items()) if name
+            kind: name.removesuffix("Fast")
+            for kind, name in sorted(auto.TOKENIZER_MAPPING_NAMES.items())
+            if name
         },
         "mistaken": sorted(auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS),
         "names": auto.MODEL_IDS_TO_TOKENIZERS_BACKEND,
@@ -48,7 +59,10 @@ def table() -> dict[str, Any]:
 def text() -> str:
     """The table with a line for each class."""
     whole = table()
-    lines = [f"{json.dumps(name)}: {json.dumps(each, sort_keys=True)}" for name, each in whole.pop("classes").items()]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(each, sort_keys=True)}"
+        for name, each in whole.pop("classes").items()
+    ]
     head = json.dumps(whole, sort_keys=True).removesuffix("}")
     return head + ', "classes": {\n' + ",\n".join(lines) + "\n}}\n"
 
@@ -75,7 +89,10 @@ def _class(name: str) -> dict[str, Any] | None:
         return described
     flags = _flags(parameters)
     try:
-        forms = {values: _form(found, dict(zip(flags, values, strict=True))) for values in product(*flags.values())}
+        forms = {
+            values: _form(found, dict(zip(flags, values, strict=True)))
+            for values in product(*flags.values())
+        }
         made, stripping = found(), found(eos_token=AddedToken(_UNKNOWN, lstrip=True, special=True))
     except (TypeError, ValueError, ImportError, KeyError):
         return None
@@ -89,7 +106,11 @@ def _class(name: str) -> dict[str, Any] | None:
     )
     if adds:
         described["adds"] = sorted(adds)
-    if not any(token.lstrip for token in stripping.added_tokens_decoder.values() if token.content == _UNKNOWN):
+    if not any(
+        token.lstrip
+        for token in stripping.added_tokens_decoder.values()
+        if token.content == _UNKNOWN
+    ):
         described["resets"] = True
     return described | _by_deciding_flags(flags, forms)
 
@@ -104,8 +125,14 @@ def _flags(parameters: dict[str, inspect.Parameter]) -> dict[str, list[Any]]:
     for key, each in parameters.items():
         if key == _CHARSMAP_FLAG:
             flags[key] = [False, True]
-        elif isinstance(each.default, bool) or key in ("strip_accents", "add_prefix_space", "keep_accents"):
-            flags[key] = [] if key in _OTHER_FLAGS else [each.default, *({True, False} - {each.default})]
+        elif isinstance(each.default, bool) or key in (
+            "strip_accents",
+            "add_prefix_space",
+            "keep_accents",
+        ):
+            flags[key] = (
+                [] if key in _OTHER_FLAGS else [each.default, *({True, False} - {each.default})]
+            )
     return {key: values for key, values in sorted(flags.items()) if values}
 
 
@@ -119,7 +146,9 @@ def _form(found: Any, flags: dict[str, Any]) -> dict[str, Any]:
     return server.form(backend, json.loads(backend.to_str())["model"])
 
 
-def _by_deciding_flags(flags: dict[str, list[Any]], forms: dict[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+def _by_deciding_flags(
+    flags: dict[str, list[Any]], forms: dict[tuple[Any, ...], dict[str, Any]]
+) -> dict[str, Any]:
     """Without the flags that make no difference. ``flags``: the others, with their defaults."""
     kept = dict(flags)
     for key in flags:

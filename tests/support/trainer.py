@@ -41,7 +41,10 @@ class Receipt:
 
     def add(self, batch: Mapping[str, Any]) -> None:
         for index, source, ids in zip(
-            batch["sample_ids"].tolist(), batch["source_ids"].tolist(), batch["input_ids"].tolist(), strict=True
+            batch["sample_ids"].tolist(),
+            batch["source_ids"].tolist(),
+            batch["input_ids"].tolist(),
+            strict=True,
         ):
             if source == -1:
                 continue
@@ -50,7 +53,9 @@ class Receipt:
 
     def sequence(self, begin: int = 0) -> list[Sample]:
         """The samples from ``begin`` on, in order, without a gap."""
-        assert sorted(self.samples) == list(range(begin, begin + len(self.samples))), "samples are missing"
+        assert sorted(self.samples) == list(range(begin, begin + len(self.samples))), (
+            "samples are missing"
+        )
         return [self.samples[index] for index in range(begin, begin + len(self.samples))]
 
 
@@ -65,8 +70,12 @@ def rolling_digest(samples: Sequence[Sample], id_type: str = "<u2", digest: str 
 def with_connection(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a dataset, of which those of its connection go into ``connection``; it waits for 30 s at most."""
     names = {field.name for field in fields(ConnectionOptions)} & options.keys()
-    connection = ConnectionOptions(**{"connect_timeout_s": 30.0} | {name: options[name] for name in names})
-    return {name: value for name, value in options.items() if name not in names} | {"connection": connection}
+    connection = ConnectionOptions(
+        **{"connect_timeout_s": 30.0} | {name: options[name] for name in names}
+    )
+    return {name: value for name, value in options.items() if name not in names} | {
+        "connection": connection
+    }
 
 
 class World:
@@ -86,7 +95,12 @@ class World:
         self.receipt = Receipt()
         self.ranks = [
             RemoteDataset(
-                url, batch_size, rank=rank, world_size=world_size, attempt=attempt, **with_connection(options)
+                url,
+                batch_size,
+                rank=rank,
+                world_size=world_size,
+                attempt=attempt,
+                **with_connection(options),
             )
             for rank in range(world_size)
         ]
@@ -117,9 +131,13 @@ class World:
         for batch in batches:
             assert batch is not None, "one rank ended and another did not"
             self.receipt.add(batch)
-        assert len({rank.sample_index for rank in self.ranks}) == 1, "the ranks stand at different samples"
+        assert len({rank.sample_index for rank in self.ranks}) == 1, (
+            "the ranks stand at different samples"
+        )
         assert len({rank.digest for rank in self.ranks}) == 1, "the ranks have different digests"
-        assert len({rank.total_tokens for rank in self.ranks}) == 1, "the ranks count different tokens"
+        assert len({rank.total_tokens for rank in self.ranks}) == 1, (
+            "the ranks count different tokens"
+        )
         return [batch for batch in batches if batch is not None]
 
     def steps(self, count: int) -> World:
@@ -166,7 +184,9 @@ def trainer_forks() -> Forks:
 class Trainer:
     """A rank that runs by itself and writes each batch's samples to a file as it has them."""
 
-    def __init__(self, folder: Path, name: str, environment: Mapping[str, str], **plan: Any) -> None:
+    def __init__(
+        self, folder: Path, name: str, environment: Mapping[str, str], **plan: Any
+    ) -> None:
         self._lines = folder / f"{name}.jsonl"
         self._log = folder / f"{name}.log"
         arguments = json.dumps({**plan, "receipt": str(self._lines)})
@@ -217,15 +237,22 @@ class Trainer:
 
 def _main() -> None:
     plan = json.loads(sys.argv[1])
-    dataset = RemoteDataset(plan["url"], plan["batch_size"], **with_connection(plan.get("options", {})))
+    dataset = RemoteDataset(
+        plan["url"], plan["batch_size"], **with_connection(plan.get("options", {}))
+    )
     if plan.get("state"):
         dataset.load_state_dict(plan["state"])
     with Path(plan["receipt"]).open("w", encoding="utf-8") as receipt:
         for number, batch in enumerate(dataset, 1):
             samples = zip(
-                batch["sample_ids"].tolist(), batch["source_ids"].tolist(), batch["input_ids"].tolist(), strict=True
+                batch["sample_ids"].tolist(),
+                batch["source_ids"].tolist(),
+                batch["input_ids"].tolist(),
+                strict=True,
             )
-            receipt.write(json.dumps({"samples": list(samples), "state": dataset.state_dict()}) + "\n")
+            receipt.write(
+                json.dumps({"samples": list(samples), "state": dataset.state_dict()}) + "\n"
+            )
             receipt.flush()
             if number == plan.get("steps"):
                 break

@@ -55,7 +55,9 @@ def old_words(tree: Tree, root: Path) -> Iterator[str]:
     """Each place at which a replaced word stands: in the packages' code, their comments, the docs, the wire "
     "contract."""
     paths = {root / module.path for module in tree.modules.values()}
-    paths |= {path for pattern in _TEXTS for path in root.glob(pattern) if path.name != "CHANGELOG.md"}
+    paths |= {
+        path for pattern in _TEXTS for path in root.glob(pattern) if path.name != "CHANGELOG.md"
+    }
     for path in sorted(paths):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             for match in _OLD.finditer(STANDARD.sub("", line)):

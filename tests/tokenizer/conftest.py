@@ -35,7 +35,10 @@ def rows(corpus: list[str]) -> pa.Array:
 
 
 def _byte_level(
-    corpus: list[str], pre_tokenizer: Any, normalizer: Any = None, added: tuple[AddedToken, ...] = ()
+    corpus: list[str],
+    pre_tokenizer: Any,
+    normalizer: Any = None,
+    added: tuple[AddedToken, ...] = (),
 ) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
@@ -55,10 +58,14 @@ def _sentencepiece(corpus: list[str]) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     special = ["<unk>", "<s>", "</s>"]
     pieces = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=1500, special_tokens=special + pieces, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500, special_tokens=special + pieces, show_progress=False
+    )
     tokenizer.train_from_iterator(corpus, trainer)
     document = json.loads(tokenizer.to_str())
-    document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] in special]
+    document["added_tokens"] = [
+        token for token in document["added_tokens"] if token["content"] in special
+    ]
     return json.dumps(document)
 
 
@@ -75,7 +82,9 @@ def _unigram(corpus: list[str]) -> str:
 def _word_piece(corpus: list[str]) -> str:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=500, special_tokens=["[UNK]", "[SEP]"], show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=500, special_tokens=["[UNK]", "[SEP]"], show_progress=False
+    )
     tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer.to_str()
 
@@ -93,14 +102,22 @@ def folder(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = byte_level(add_prefix_space=False, use_regex=False)
     plain = _byte_level(corpus, byte_level(add_prefix_space=False), added=added)
     cut = json.loads(plain)
-    cut["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    cut["truncation"] = {
+        "direction": "Right",
+        "max_length": 5,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     cut["padding"] = {
         "strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None,
         "pad_id": 1, "pad_type_id": 0, "pad_token": "<|pad|>",
     }  # fmt: skip
     cut["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<|pad|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [
+            {"SpecialToken": {"id": "<|pad|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
         "special_tokens": {"<|pad|>": {"id": "<|pad|>", "ids": [1], "tokens": ["<|pad|>"]}},
     }

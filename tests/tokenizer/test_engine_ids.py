@@ -53,7 +53,9 @@ def _digest(factory: PipelineFactory) -> int:
     return pipeline.state().digest
 
 
-@pytest.mark.parametrize(("engine", "serves"), [("gigatoken", "gigatoken"), ("tokenizers", "tokenizers")])
+@pytest.mark.parametrize(
+    ("engine", "serves"), [("gigatoken", "gigatoken"), ("tokenizers", "tokenizers")]
+)
 def test_another_version_that_gives_the_same_ids_serves_the_run_and_says_so(
     place: Path, caplog: pytest.LogCaptureFixture, engine: str, serves: str
 ) -> None:
@@ -71,29 +73,47 @@ def test_another_version_that_gives_the_same_ids_serves_the_run_and_says_so(
     assert f"the run began with {engine} 0.0.1; this gives the same ids for" in line
 
 
-def test_a_state_goes_on_in_a_new_ledger_under_another_engine_that_gives_the_same_ids(place: Path) -> None:
+def test_a_state_goes_on_in_a_new_ledger_under_another_engine_that_gives_the_same_ids(
+    place: Path,
+) -> None:
     made = builder.create(parsed(MIXTURE), place, None)
     here = made.record.template("u", "train", 1)
     resume_state = encode_state(made.initial(), made.record.shape)
     there = here | {"tokenizer": here["tokenizer"] | {"engine": "tokenizers", "version": "0.0.1"}}
 
-    point = snapshot.parse(compose(there, resume_state, resume_state), here, lambda *_: made.record.shape, made.config)
+    point = snapshot.parse(
+        compose(there, resume_state, resume_state), here, lambda *_: made.record.shape, made.config
+    )
 
     assert point.base == made.initial()
-    for changed in ({"engine_ids": "0" * 32}, {"tokenizer": there["tokenizer"] | {"digest": "0" * 64}}):
+    for changed in (
+        {"engine_ids": "0" * 32},
+        {"tokenizer": there["tokenizer"] | {"digest": "0" * 64}},
+    ):
         text = compose(there | changed, resume_state, resume_state)
         with pytest.raises(SnapshotInvalid, match="the snapshot's tokenizer is"):
             snapshot.parse(text, here, lambda *_: made.record.shape, made.config)
 
 
-def test_an_engine_that_gives_other_ids_is_refused_with_the_first_text_that_shows_it(place: Path) -> None:
+def test_an_engine_that_gives_other_ids_is_refused_with_the_first_text_that_shows_it(
+    place: Path,
+) -> None:
     made = builder.create(parsed(MIXTURE), place, None)
     record = json.loads(_recorded(made, version="0.0.1"))
     ids = record["engine_ids"]
     for changed, says in (
-        ({"probes": [*ids["probes"][:3], "0" * 16, *ids["probes"][4:]]}, r"for the text 'tab\\tnew"),
-        ({"added_tokens": ["0" * 16, *ids["added_tokens"][1:]]}, r"for texts with '<\|endoftext\|>'"),
-        ({"sources": [ids["sources"][0], [1, ["0" * 16]]]}, rf"for rows 0 to 0 of {MORE.replace('*', '.')}"),
+        (
+            {"probes": [*ids["probes"][:3], "0" * 16, *ids["probes"][4:]]},
+            r"for the text 'tab\\tnew",
+        ),
+        (
+            {"added_tokens": ["0" * 16, *ids["added_tokens"][1:]]},
+            r"for texts with '<\|endoftext\|>'",
+        ),
+        (
+            {"sources": [ids["sources"][0], [1, ["0" * 16]]]},
+            rf"for rows 0 to 0 of {MORE.replace('*', '.')}",
+        ),
     ):
         text = canonical(record | {"engine_ids": ids | changed})
         expected = rf"began with gigatoken 0.0.1, but .* gives other ids {says}.*; tokenizers .* gives other"
@@ -103,7 +123,11 @@ def test_an_engine_that_gives_other_ids_is_refused_with_the_first_text_that_show
 
 def test_a_record_without_what_its_engine_gave_opens_with_that_engine_alone(place: Path) -> None:
     made = builder.create(parsed(MIXTURE), place, None)
-    older = {key: value for key, value in json.loads(made.record.to_json()).items() if key != "engine_ids"}
+    older = {
+        key: value
+        for key, value in json.loads(made.record.to_json()).items()
+        if key != "engine_ids"
+    }
 
     assert _digest(builder.load(parsed(MIXTURE), place, None, canonical(older))) == _digest(made)
     older["tokenizer"] |= {"version": "0.0.1"}
@@ -117,7 +141,10 @@ def test_both_engines_have_equal_digests_where_their_ids_are_equal(
     plain, whole = find("plain"), find("whole")
     columns = [rows, rows.slice(0, 0)]
     fast, slow = (
-        [EngineIds.of(kind(definition, "text"), definition, columns) for kind in (GigatokenEngine, TokenizersEngine)]
+        [
+            EngineIds.of(kind(definition, "text"), definition, columns)
+            for kind in (GigatokenEngine, TokenizersEngine)
+        ]
         for definition in (plain, whole)
     )
 

@@ -20,7 +20,9 @@ WORDS = ["▁", "h", "i", "▁hi", ".", "o", "▁ho", "日", "e"]
 
 def byte_level() -> Tokenizer:
     """Spaces at a token's head are in none of its characters; most characters beyond ASCII have several tokens."""
-    return Tokenizer.from_file(str(Path(__file__).parents[1] / "golden" / "tokenizer" / "tokenizer.json"))
+    return Tokenizer.from_file(
+        str(Path(__file__).parents[1] / "golden" / "tokenizer" / "tokenizer.json")
+    )
 
 
 def byte_level_after_a_space() -> Tokenizer:
@@ -36,15 +38,23 @@ def byte_fallback() -> Tokenizer:
     names = ["<unk>", *BYTES, *WORDS, "▁h"]
     merges = [("▁", "h"), ("▁h", "i"), ("▁h", "o")]
     vocabulary = {name: i for i, name in enumerate(names)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     tokenizer.decoder = decoders.ByteFallback()
     return tokenizer
 
 
 def unigram() -> Tokenizer:
     """As of T5 and Gemma: characters that the vocabulary lacks and that stand together are the bytes of all of them."""
-    pieces = [("<unk>", 0.0), *((name, -9.0) for name in BYTES), *((name, -(len(name) ** -1.0)) for name in WORDS)]
+    pieces = [
+        ("<unk>", 0.0),
+        *((name, -9.0) for name in BYTES),
+        *((name, -(len(name) ** -1.0)) for name in WORDS),
+    ]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     return tokenizer
@@ -53,7 +63,9 @@ def unigram() -> Tokenizer:
 def word_piece() -> Tokenizer:
     """As of BERT: no token has a space, and a word that the vocabulary lacks is one token."""
     names = ["[UNK]", "h", "##i", "hi", "ho", "##o", "日", "e", "."]
-    tokenizer = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]")
+    )
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokenizer
@@ -120,8 +132,27 @@ def test_a_token_counts_that_has_something_of_the_block(
 def drawn(seed: int) -> list[list[str]]:
     """Turns of texts, every second of which is the assistant's."""
     rng = random.Random(seed)
-    pieces = ("hi", " ", "ho.", "日", "本", "😀", "🥊🥊", "e\u0301", "ﬁ", "\n", "  ", "x", "<|end|>", "\u00a0", "한")
-    return [["".join(rng.choices(pieces, k=rng.randint(0, 5))) for _ in range(rng.randint(2, 7))] for _ in range(300)]
+    pieces = (
+        "hi",
+        " ",
+        "ho.",
+        "日",
+        "本",
+        "😀",
+        "🥊🥊",
+        "e\u0301",
+        "ﬁ",
+        "\n",
+        "  ",
+        "x",
+        "<|end|>",
+        "\u00a0",
+        "한",
+    )
+    return [
+        ["".join(rng.choices(pieces, k=rng.randint(0, 5))) for _ in range(rng.randint(2, 7))]
+        for _ in range(300)
+    ]
 
 
 def spans_of(turns: list[str]) -> list[tuple[int, int]]:
@@ -130,7 +161,9 @@ def spans_of(turns: list[str]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_texts_at_once_have_the_masks_that_their_tokens_say(kind: Callable[[], Tokenizer], tmp_path: Path) -> None:
+def test_many_texts_at_once_have_the_masks_that_their_tokens_say(
+    kind: Callable[[], Tokenizer], tmp_path: Path
+) -> None:
     chats, made = drawn(1), kind()
     spans = list(map(spans_of, chats))
     encoded, mask = engine_of(made, tmp_path).encode_spans(list(map("".join, chats)), spans)
@@ -144,7 +177,9 @@ def test_many_texts_at_once_have_the_masks_that_their_tokens_say(kind: Callable[
     assert 0 < sum(expected) < len(expected)
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="its masks lose tokens")
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"), reason="its masks lose tokens"
+)
 # transformers takes tokens to begin in the order of the text, which those of a character after such a space do not.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not byte_level_after_a_space])
 def test_the_masks_are_those_of_transformers(kind: Callable[[], Tokenizer], tmp_path: Path) -> None:
@@ -155,12 +190,18 @@ def test_the_masks_are_those_of_transformers(kind: Callable[[], Tokenizer], tmp_
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
     chats = [chat for chat in drawn(2) if not any(turn != turn.strip("\n") for turn in chat)]
-    encoded, mask = engine_of(made, tmp_path).encode_spans(list(map("".join, chats)), list(map(spans_of, chats)))
+    encoded, mask = engine_of(made, tmp_path).encode_spans(
+        list(map("".join, chats)), list(map(spans_of, chats))
+    )
 
     at = 0
     for turns, end in zip(chats, encoded.ends.tolist(), strict=True):
-        messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-        found = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, tokenize=True)
+        messages = [
+            {"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)
+        ]
+        found = theirs.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+        )
         assert (encoded.values[at:end].tolist(), mask[at:end].tolist()) == (
             found["input_ids"],
             found["assistant_masks"],

@@ -18,7 +18,16 @@ from tokenloom_server.tokenizer.engine import BytesEngine, Encoded, TokenizersEn
 
 BOS, EOT = 98, 99
 LISTS = st.lists(st.one_of(st.none(), st.lists(st.integers(0, EOT), max_size=6)), max_size=8)
-TYPES = [pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int32(), pa.uint64(), pa.int64()]
+TYPES = [
+    pa.uint8(),
+    pa.int8(),
+    pa.uint16(),
+    pa.int16(),
+    pa.uint32(),
+    pa.int32(),
+    pa.uint64(),
+    pa.int64(),
+]
 
 
 def _encoder(**options: Any) -> DocumentEncoder:
@@ -45,7 +54,9 @@ def _expected(rows: list[list[int] | None], add_bos: bool, add_eot: bool | str) 
 @pytest.mark.parametrize("vocab_size", [100, 32_000, 128_000])
 @pytest.mark.parametrize("add_bos", [False, True])
 @pytest.mark.parametrize("add_eot", [False, True, "auto"])
-def test_documents_equal_a_loop_over_rows(add_bos: bool, add_eot: bool | str, vocab_size: int) -> None:
+def test_documents_equal_a_loop_over_rows(
+    add_bos: bool, add_eot: bool | str, vocab_size: int
+) -> None:
     encoder = _encoder(
         bos_id=BOS if add_bos else None,
         eot_id=EOT if add_eot else None,
@@ -56,7 +67,9 @@ def test_documents_equal_a_loop_over_rows(add_bos: bool, add_eot: bool | str, vo
     @settings(max_examples=25, deadline=None)
     @given(LISTS, st.data())
     def equal(rows: list[list[int] | None], data: st.DataObject) -> None:
-        kind = data.draw(st.sampled_from([pa.list_, pa.large_list]))(data.draw(st.sampled_from(TYPES)))
+        kind = data.draw(st.sampled_from([pa.list_, pa.large_list]))(
+            data.draw(st.sampled_from(TYPES))
+        )
         begin = data.draw(st.integers(0, len(rows)))
         length = data.draw(st.integers(0, len(rows) - begin))
         documents = encoder.encode(pa.array(rows, kind).slice(begin, length))
@@ -69,7 +82,9 @@ def test_documents_equal_a_loop_over_rows(add_bos: bool, add_eot: bool | str, vo
 
 def test_a_null_row_over_hidden_ids_has_no_tokens() -> None:
     ids = pa.array([1, 2, 500, 3], pa.int32())
-    column = pa.ListArray.from_arrays(pa.array([0, 2, 3, 4], pa.int32()), ids, mask=pa.array([False, True, False]))
+    column = pa.ListArray.from_arrays(
+        pa.array([0, 2, 3, 4], pa.int32()), ids, mask=pa.array([False, True, False])
+    )
 
     assert _rows(_encoder().encode(column)) == [[1, 2, EOT], [], [3, EOT]]
 
@@ -105,7 +120,9 @@ def test_a_null_among_the_ids_is_refused_by_its_row() -> None:
         (pa.uint64(), 2**63, 2**32),
     ],
 )
-def test_an_id_outside_the_vocabulary_is_refused_by_row_and_value(kind: Any, bad: int, vocab_size: int) -> None:
+def test_an_id_outside_the_vocabulary_is_refused_by_row_and_value(
+    kind: Any, bad: int, vocab_size: int
+) -> None:
     column = pa.array([[7], [], None, [1, bad, 2], [bad]], pa.list_(kind))
     message = rf"row 3: the id {bad} is outside the vocabulary \(0 to {vocab_size - 1}\)"
 
@@ -114,8 +131,15 @@ def test_an_id_outside_the_vocabulary_is_refused_by_row_and_value(kind: Any, bad
 
 
 def test_the_greatest_ids_of_each_width_pass() -> None:
-    for kind, top in [(pa.uint8(), 255), (pa.uint16(), 65_535), (pa.int64(), 2**32 - 1), (pa.uint32(), 2**32 - 1)]:
-        documents = _encoder(vocab_size=top + 1, eot_id=None).encode(pa.array([[0, top]], pa.list_(kind)))
+    for kind, top in [
+        (pa.uint8(), 255),
+        (pa.uint16(), 65_535),
+        (pa.int64(), 2**32 - 1),
+        (pa.uint32(), 2**32 - 1),
+    ]:
+        documents = _encoder(vocab_size=top + 1, eot_id=None).encode(
+            pa.array([[0, top]], pa.list_(kind))
+        )
         assert documents.values.tolist() == [0, top]
 
 
@@ -140,7 +164,10 @@ def test_text_becomes_documents_with_nulls_and_slices(kind: Any) -> None:
 
 
 def test_a_null_text_over_hidden_characters_has_no_tokens() -> None:
-    offsets, characters = pa.py_buffer(np.array([0, 2, 4, 5], np.int32)), pa.py_buffer(b"ab\xff\xfec")
+    offsets, characters = (
+        pa.py_buffer(np.array([0, 2, 4, 5], np.int32)),
+        pa.py_buffer(b"ab\xff\xfec"),
+    )
     column = pa.StringArray.from_buffers(3, offsets, characters, pa.py_buffer(b"\x05"), 1)
     documents = DocumentEncoder(BytesEngine(), vocab_size=258, eot_id=256).encode(column)
 
@@ -148,7 +175,10 @@ def test_a_null_text_over_hidden_characters_has_no_tokens() -> None:
 
 
 def test_text_that_is_not_utf8_is_refused_by_its_row() -> None:
-    offsets, characters = pa.py_buffer(np.array([0, 2, 4, 5], np.int32)), pa.py_buffer(b"ab\xff\xfec")
+    offsets, characters = (
+        pa.py_buffer(np.array([0, 2, 4, 5], np.int32)),
+        pa.py_buffer(b"ab\xff\xfec"),
+    )
     column = pa.StringArray.from_buffers(3, offsets, characters)
     encoder = DocumentEncoder(BytesEngine(), vocab_size=258, eot_id=256)
 
@@ -159,7 +189,9 @@ def test_text_that_is_not_utf8_is_refused_by_its_row() -> None:
     assert _rows(encoder.encode(column.slice(2))) == [[99, 256]]
 
 
-def test_auto_does_not_double_an_end_that_parsed_text_brings(find: Callable[[str], TokenizerDefinition]) -> None:
+def test_auto_does_not_double_an_end_that_parsed_text_brings(
+    find: Callable[[str], TokenizerDefinition],
+) -> None:
     definition = find("plain")
     engine = TokenizersEngine(definition, "parse")
     encoder = DocumentEncoder(engine, vocab_size=definition.vocab_size, eot_id=0, ends_once=True)
@@ -170,7 +202,10 @@ def test_auto_does_not_double_an_end_that_parsed_text_brings(find: Callable[[str
 
 
 def test_columns_without_tokens_and_text_without_a_tokeniser_are_refused() -> None:
-    with pytest.raises(TokenizerError, match=r"a column of list<item: double> has no tokens; expected text, or lists"):
+    with pytest.raises(
+        TokenizerError,
+        match=r"a column of list<item: double> has no tokens; expected text, or lists",
+    ):
         _encoder().encode(pa.array([[1.5]]))
     with pytest.raises(TokenizerError, match=r"a column of int64 has no tokens"):
         _encoder().encode(pa.array([1]))

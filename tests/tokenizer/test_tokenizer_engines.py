@@ -20,7 +20,13 @@ from tokenloom_server.tokenizer import engine
 from tokenloom_server.tokenizer.check import CheckedEngine, sampled
 from tokenloom_server.tokenizer.choose import EngineChoice, choose_engine, load_engine
 from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer
-from tokenloom_server.tokenizer.engine import BytesEngine, Encoded, GigatokenEngine, TokenizersEngine, ragged
+from tokenloom_server.tokenizer.engine import (
+    BytesEngine,
+    Encoded,
+    GigatokenEngine,
+    TokenizersEngine,
+    ragged,
+)
 
 Find = Callable[[str], TokenizerDefinition]
 Choose = Callable[..., EngineChoice]
@@ -54,7 +60,9 @@ def _equal(left: Encoded, right: Encoded) -> bool:
 
 @pytest.mark.parametrize("kind", SUPPORTED)
 @pytest.mark.parametrize("mode", MODES)
-def test_gigatoken_is_chosen_where_it_equals_tokenizers(find: Find, choose: Choose, kind: str, mode: Any) -> None:
+def test_gigatoken_is_chosen_where_it_equals_tokenizers(
+    find: Find, choose: Choose, kind: str, mode: Any
+) -> None:
     choice = choose(find(kind), mode)
 
     assert choice.record.engine == "gigatoken"
@@ -95,14 +103,19 @@ def test_special_strings_are_text_unless_they_are_to_be_parsed(find: Find, make:
     assert 0 not in text.encode(_texts("a<|endoftext|>b")).values
     assert parse.encode(_texts("a<|endoftext|>b")).values.tolist().count(0) == 1
     for engine_ in (text, parse):
-        assert engine_.encode(_texts("<tool>", "@@user@@")).values.tolist() == [ids["<tool>"], ids["@@user@@"]]
+        assert engine_.encode(_texts("<tool>", "@@user@@")).values.tolist() == [
+            ids["<tool>"],
+            ids["@@user@@"],
+        ]
 
 
 @pytest.mark.parametrize("make", [GigatokenEngine, TokenizersEngine])
 def test_what_a_file_cuts_pads_or_adds_is_left_out(find: Find, make: Any) -> None:
     column = _texts("a long text of more than nine tokens, and one more", "x")
 
-    assert _equal(make(find("cut"), "text").encode(column), make(find("plain"), "text").encode(column))
+    assert _equal(
+        make(find("cut"), "text").encode(column), make(find("plain"), "text").encode(column)
+    )
 
 
 @pytest.mark.usefixtures("_few_or_many")
@@ -114,7 +127,9 @@ def test_rows_stay_in_line_with_empty_ones_and_slices(find: Find, make: Any) -> 
 
     for begin in range(len(column) + 1):
         for length in range(len(column) - begin + 1):
-            assert _equal(engine_.encode(column.slice(begin, length)), ragged(alone[begin : begin + length]))
+            assert _equal(
+                engine_.encode(column.slice(begin, length)), ragged(alone[begin : begin + length])
+            )
 
 
 def test_bytes_are_the_ids_of_the_bytes_engine() -> None:
@@ -133,7 +148,9 @@ def test_bytes_are_the_ids_of_the_bytes_engine() -> None:
         ("lower", "cannot load this tokeniser: Unsupported normalizer type: Lowercase"),
     ],
 )
-def test_tokenizers_is_used_where_gigatoken_cannot_load(find: Find, choose: Choose, kind: str, why: str) -> None:
+def test_tokenizers_is_used_where_gigatoken_cannot_load(
+    find: Find, choose: Choose, kind: str, why: str
+) -> None:
     choice = choose(find(kind))
 
     assert choice.record.engine == "tokenizers"
@@ -142,15 +159,21 @@ def test_tokenizers_is_used_where_gigatoken_cannot_load(find: Find, choose: Choo
     assert load_engine(find(kind), choice.record, "text").name == "tokenizers"
 
 
-def test_tokenizers_is_used_where_gigatoken_loads_but_gives_other_ids(find: Find, choose: Choose) -> None:
+def test_tokenizers_is_used_where_gigatoken_loads_but_gives_other_ids(
+    find: Find, choose: Choose
+) -> None:
     choice = choose(find("whole"))
 
     assert choice.record.engine == "tokenizers"
     assert "gives other ids for the text '  leading, trailing" in choice.reason
-    assert re.search(r"it costs [0-9.]+ times the CPU time, at [0-9,]+ tokens per CPU-second", choice.reason)
+    assert re.search(
+        r"it costs [0-9.]+ times the CPU time, at [0-9,]+ tokens per CPU-second", choice.reason
+    )
 
 
-def test_a_difference_that_only_real_rows_show_is_found(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_that_only_real_rows_show_is_found(
+    find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tokenloom_server.tokenizer.engine_ids.PROBES", ("plain",))
     definition = replace(find("whole"), added_tokens=())
     columns = [pa.array(["word"] * 9), pa.array([None, "", "one,  two"], pa.large_string())]
@@ -160,7 +183,9 @@ def test_a_difference_that_only_real_rows_show_is_found(find: Find, monkeypatch:
     assert "other ids for the text 'one,  two'" in choice.reason
 
 
-def test_only_a_bounded_part_of_the_sample_is_encoded(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_bounded_part_of_the_sample_is_encoded(
+    find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tokenloom_server.tokenizer.choose.SAMPLE_BYTES", 1000)
     endless = pa.array(["word " * 300] * 5)
     choice = choose_engine(find("plain"), "text", [endless, endless], cpu_clock_s=time.thread_time)
@@ -173,25 +198,39 @@ def test_only_a_bounded_part_of_the_sample_is_encoded(find: Find, monkeypatch: p
 def test_a_changed_file_and_an_unknown_engine_are_refused(find: Find, choose: Choose) -> None:
     record = choose(find("plain")).record
 
-    with pytest.raises(TokenizerError, match=f"digest {find('prefix').digest}, but the run began with {record.digest}"):
+    with pytest.raises(
+        TokenizerError,
+        match=f"digest {find('prefix').digest}, but the run began with {record.digest}",
+    ):
         load_engine(find("prefix"), record, "text")
-    with pytest.raises(TokenizerError, match="began with the engine 'other', which this server does not have"):
+    with pytest.raises(
+        TokenizerError, match="began with the engine 'other', which this server does not have"
+    ):
         load_engine(find("plain"), replace(record, engine="other"), "text")
 
 
 def test_the_check_names_the_row_and_position_that_differ(find: Find) -> None:
     definition = find("whole")
-    checked = CheckedEngine(GigatokenEngine(definition, "text"), TokenizersEngine(definition, "text"), one_in=1)
+    checked = CheckedEngine(
+        GigatokenEngine(definition, "text"), TokenizersEngine(definition, "text"), one_in=1
+    )
 
-    with pytest.raises(TokenizerError, match=r"row 2 of this batch: gigatoken .* differs from tokenizers .* at token "):
+    with pytest.raises(
+        TokenizerError,
+        match=r"row 2 of this batch: gigatoken .* differs from tokenizers .* at token ",
+    ):
         checked.encode(_texts("same", "", "a,  b", "same"))
 
 
-def test_the_check_passes_what_is_equal_and_changes_nothing(find: Find, choose: Choose, corpus: list[str]) -> None:
+def test_the_check_passes_what_is_equal_and_changes_nothing(
+    find: Find, choose: Choose, corpus: list[str]
+) -> None:
     definition = find("plain")
     record = choose(definition).record
     column = _texts(*corpus[:2], "", "short")
-    engines = [load_engine(definition, record, "text", check_one_in=one_in) for one_in in (0, 1, 10_000)]
+    engines = [
+        load_engine(definition, record, "text", check_one_in=one_in) for one_in in (0, 1, 10_000)
+    ]
     results = [each.encode(column) for each in engines]
 
     assert _equal(results[0], results[1])
@@ -248,14 +287,20 @@ def test_a_panic_of_the_engine_is_a_tokeniser_error(find: Find) -> None:
     def panic() -> None:
         raise PanicException("range end index out of range\nmore")
 
-    with pytest.raises(TokenizerError, match=r"gigatoken [0-9.]+ cannot encode: range end index out of range$"):
+    with pytest.raises(
+        TokenizerError, match=r"gigatoken [0-9.]+ cannot encode: range end index out of range$"
+    ):
         engine._guarded("gigatoken", "encode", panic)
     with pytest.raises(KeyboardInterrupt):
-        engine._guarded("gigatoken", "encode", lambda: (_ for _ in ()).throw(KeyboardInterrupt()).__next__())
+        engine._guarded(
+            "gigatoken", "encode", lambda: (_ for _ in ()).throw(KeyboardInterrupt()).__next__()
+        )
 
 
 def test_a_tokeniser_that_cannot_encode_the_text_is_refused_by_name(tmp_path: Path) -> None:
-    words = Tokenizer(models.WordLevel({"known": 0, "</s>": 1}))  # without a token for unknown words
+    words = Tokenizer(
+        models.WordLevel({"known": 0, "</s>": 1})
+    )  # without a token for unknown words
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     found = find_tokenizer("tokenizer.json", tmp_path)

@@ -21,7 +21,18 @@ from transformers.utils import logging
 Files = dict[str, dict[str, Any]]
 
 LETTERS = "▁abcdefghijklmnopqrstuvwxyz0123456789.,<>|_/"
-TOKENS = ["<|im_start|>", "<|im_end|>", "<tool>", "<mask>", "<pad>", "[INST]", "</s>", "hi", "<|endoftext|>", "<image>"]
+TOKENS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool>",
+    "<mask>",
+    "<pad>",
+    "[INST]",
+    "</s>",
+    "hi",
+    "<|endoftext|>",
+    "<image>",
+]
 TEXTS = [
     "<|im_start|>user\nhi<|im_end|>\n",
     " hi  <tool> 123 x<mask>y ",
@@ -44,33 +55,55 @@ def byte_level(pre_tokenizer: Any = None, normalizer: Any = None) -> Tokenizer:
     return tokenizer
 
 
-def byte_fallback(normalizer: Any = None, pre_tokenizer: Any = None, unknown: str | None = "<unk>") -> Tokenizer:
+def byte_fallback(
+    normalizer: Any = None, pre_tokenizer: Any = None, unknown: str | None = "<unk>"
+) -> Tokenizer:
     merges = [("h", "i"), ("▁", "h"), ("▁h", "i"), ("▁", "▁"), ("1", "2")]
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *LETTERS, *map("".join, merges)]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        *LETTERS,
+        *map("".join, merges),
+    ]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     if pre_tokenizer is not None:
         tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in pieces[:3]])
+    tokenizer.add_special_tokens(
+        [AddedToken(each, special=True, normalized=False) for each in pieces[:3]]
+    )
     return tokenizer
 
 
 def unigram(*special: str) -> Tokenizer:
-    pieces = [(each, 0.0) for each in special] + [(each, -3.0 - i / 50) for i, each in enumerate(LETTERS)]
+    pieces = [(each, 0.0) for each in special] + [
+        (each, -3.0 - i / 50) for i, each in enumerate(LETTERS)
+    ]
     tokenizer = Tokenizer(models.Unigram(pieces, special.index("<unk>"), False))
     metaspace = pre_tokenizers.Metaspace("▁", "always", split=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace])
     extra = [f"<extra_id_{i}>" for i in range(100)]
-    tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in (*special, *extra)])
+    tokenizer.add_special_tokens(
+        [AddedToken(each, special=True, normalized=False) for each in (*special, *extra)]
+    )
     return tokenizer
 
 
 def word_piece() -> Tokenizer:
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hi", "##hi", "plain", *LETTERS[1:]]
-    tokenizer = Tokenizer(models.WordPiece({each: i for i, each in enumerate(pieces)}, unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer = Tokenizer(
+        models.WordPiece({each: i for i, each in enumerate(pieces)}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer, tokenizer.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
     tokenizer.add_special_tokens(pieces[:5])
     return tokenizer
 
@@ -78,31 +111,45 @@ def word_piece() -> Tokenizer:
 def split_like(class_name: str) -> Any:
     forms = tokenizer_classes.server._table()["classes"][class_name]["forms"]["[null]"]
     pattern = forms["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-    parts = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    parts = [
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
     return pre_tokenizers.Sequence(parts)
 
 
 #: Tokenisers as they are published, and the classes that leave them as they are.
 MADE: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "byte_level": (byte_level, "GPT2Tokenizer"),
-    "space_before": (lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True)), "GPT2TokenizerFast"),
+    "space_before": (
+        lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        "GPT2TokenizerFast",
+    ),
     "neox": (lambda: byte_level(normalizer=normalizers.NFC()), "GPTNeoXTokenizerFast"),
     "qwen": (lambda: byte_level(split_like("Qwen2Tokenizer"), normalizers.NFC()), "Qwen2Tokenizer"),
     "digits": (
-        lambda: byte_level(pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])),
+        lambda: byte_level(
+            pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+        ),
         "PreTrainedTokenizerFast",
     ),
     "llama": (
-        lambda: byte_fallback(pre_tokenizer=pre_tokenizers.Metaspace("▁", "first", split=False), unknown=None),
+        lambda: byte_fallback(
+            pre_tokenizer=pre_tokenizers.Metaspace("▁", "first", split=False), unknown=None
+        ),
         "LlamaTokenizerFast",
     ),
     "llama_of_old": (
-        lambda: byte_fallback(normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])),
+        lambda: byte_fallback(
+            normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        ),
         "TokenizersBackend",
     ),
     "gemma": (
         lambda: byte_fallback(
-            normalizers.Replace(" ", "▁"), pre_tokenizers.Split(" ", "merged_with_previous"), "<unk>"
+            normalizers.Replace(" ", "▁"),
+            pre_tokenizers.Split(" ", "merged_with_previous"),
+            "<unk>",
         ),
         "GemmaTokenizerFast",
     ),
@@ -150,11 +197,16 @@ def drawn(tokenizer: Tokenizer, class_name: str, draw: random.Random) -> Files:
     """Files as they may stand beside a tokeniser, some with more in them than any that is published."""
 
     def token(**more: Any) -> dict[str, Any]:
-        flags = {flag: draw.random() < 0.2 for flag in ("lstrip", "rstrip", "single_word", "normalized")}
+        flags = {
+            flag: draw.random() < 0.2 for flag in ("lstrip", "rstrip", "single_word", "normalized")
+        }
         return {"content": draw.choice(TOKENS), **flags, **more}
 
     def some(most: int) -> list[Any]:
-        return [draw.choice([draw.choice(TOKENS), token(__type="AddedToken", special=True)]) for _ in range(most)]
+        return [
+            draw.choice([draw.choice(TOKENS), token(__type="AddedToken", special=True)])
+            for _ in range(most)
+        ]
 
     size = tokenizer.get_vocab_size()
     config: dict[str, Any] = {"tokenizer_class": draw.choice([class_name, class_name, "Unheard"])}
@@ -162,9 +214,13 @@ def drawn(tokenizer: Tokenizer, class_name: str, draw: random.Random) -> Files:
     kind = draw.random()
     if kind < 0.5:
         saved = {i: each.__getstate__() for i, each in tokenizer.get_added_tokens_decoder().items()}
-        new = {each["content"]: each for each in (token(special=draw.random() < 0.6) for _ in range(3))}
+        new = {
+            each["content"]: each for each in (token(special=draw.random() < 0.6) for _ in range(3))
+        }
         known = {each["content"] for each in saved.values()}
-        saved |= {size + i: each for i, each in enumerate(new.values()) if each["content"] not in known}
+        saved |= {
+            size + i: each for i, each in enumerate(new.values()) if each["content"] not in known
+        }
         config["added_tokens_decoder"] = saved
     if draw.random() < 0.4:
         config["additional_special_tokens"] = some(3)
@@ -173,7 +229,9 @@ def drawn(tokenizer: Tokenizer, class_name: str, draw: random.Random) -> Files:
     files: Files = {"tokenizer_config": config}
     if kind > 0.3:
         files["added_tokens"] = {each: size + i for i, each in enumerate(draw.sample(TOKENS, 2))}
-        files["special_tokens_map"] = {key: draw.choice([draw.choice(TOKENS), token()]) for key in NAMED[::2]}
+        files["special_tokens_map"] = {
+            key: draw.choice([draw.choice(TOKENS), token()]) for key in NAMED[::2]
+        }
         files["special_tokens_map"]["additional_special_tokens"] = draw.sample(TOKENS, 2)
     if draw.random() < 0.4:
         files["config"] = {"model_type": draw.choice(["llama", "mistral", "unheard", "phi3"])}
@@ -216,23 +274,43 @@ def test_a_folder_that_says_nothing_more_keeps_its_digest(
     assert whole.digest == find_tokenizer("alone.json", tmp_path).digest
 
 
-def test_tokens_that_only_the_config_has_are_one_id_in_each_engine(made: dict[str, str], tmp_path: Path) -> None:
-    tokens = {str(262 + i): {"content": each, "special": i == 0} for i, each in enumerate(("<|im_start|>", "<tool>"))}
-    folder = write(tmp_path / "whole", made["byte_level"], {"tokenizer_config": {"added_tokens_decoder": tokens}})
+def test_tokens_that_only_the_config_has_are_one_id_in_each_engine(
+    made: dict[str, str], tmp_path: Path
+) -> None:
+    tokens = {
+        str(262 + i): {"content": each, "special": i == 0}
+        for i, each in enumerate(("<|im_start|>", "<tool>"))
+    }
+    folder = write(
+        tmp_path / "whole",
+        made["byte_level"],
+        {"tokenizer_config": {"added_tokens_decoder": tokens}},
+    )
     whole = same_as_transformers(folder)
     column = arrays.strings(TEXTS)
 
     for mode in ("text", "parse"):
-        engines = [engine(whole, mode).encode(column) for engine in (TokenizersEngine, GigatokenEngine)]
+        engines = [
+            engine(whole, mode).encode(column) for engine in (TokenizersEngine, GigatokenEngine)
+        ]
         assert engines[0].values.tolist() == engines[1].values.tolist()
         assert (263 in engines[0].values, 264 in engines[0].values) == (mode == "parse", True)
     assert whole.vocab_size == 265
-    assert whole.digest != find_tokenizer(".", write(tmp_path / "plain", made["byte_level"], {})).digest
+    assert (
+        whole.digest
+        != find_tokenizer(".", write(tmp_path / "plain", made["byte_level"], {})).digest
+    )
 
 
-def test_the_end_that_special_tokens_map_names_is_the_end(made: dict[str, str], tmp_path: Path) -> None:
-    named = same_as_transformers(write(tmp_path / "a", made["bert"], {"special_tokens_map": {"eos_token": "[SEP]"}}))
-    known = same_as_transformers(write(tmp_path / "b", made["t5"], {"special_tokens_map": {"eos_token": "</s>"}}))
+def test_the_end_that_special_tokens_map_names_is_the_end(
+    made: dict[str, str], tmp_path: Path
+) -> None:
+    named = same_as_transformers(
+        write(tmp_path / "a", made["bert"], {"special_tokens_map": {"eos_token": "[SEP]"}})
+    )
+    known = same_as_transformers(
+        write(tmp_path / "b", made["t5"], {"special_tokens_map": {"eos_token": "</s>"}})
+    )
 
     assert named.named_ids == {"eos_token": 3}
     assert named.digest != find_tokenizer(".", write(tmp_path / "c", made["bert"], {})).digest
@@ -241,29 +319,68 @@ def test_the_end_that_special_tokens_map_names_is_the_end(made: dict[str, str], 
 
 
 REFUSED: list[tuple[str, Files, str]] = [
-    ("llama_of_old", {"tokenizer_config": {"tokenizer_class": "LlamaTokenizer"}}, "'LlamaTokenizer' builds another"),
+    (
+        "llama_of_old",
+        {"tokenizer_config": {"tokenizer_class": "LlamaTokenizer"}},
+        "'LlamaTokenizer' builds another",
+    ),
     ("digits", {"config": {"model_type": "starcoder2"}}, "'GPT2Tokenizer' builds another"),
     (
         "byte_level",
         {"tokenizer_config": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}},
         "'GPT2Tokenizer' builds another",
     ),
-    ("bert", {"tokenizer_config": {"tokenizer_class": "BertTokenizer", "do_lower_case": False}}, "'BertTokenizer'"),
-    ("gemma", {"tokenizer_config": {"tokenizer_class": "MarianTokenizer"}}, "'MarianTokenizer' does not read"),
-    ("gemma", {"tokenizer_config": {"tokenizer_class": "XGLMTokenizer"}}, "'XGLMTokenizer' builds another"),
+    (
+        "bert",
+        {"tokenizer_config": {"tokenizer_class": "BertTokenizer", "do_lower_case": False}},
+        "'BertTokenizer'",
+    ),
+    (
+        "gemma",
+        {"tokenizer_config": {"tokenizer_class": "MarianTokenizer"}},
+        "'MarianTokenizer' does not read",
+    ),
+    (
+        "gemma",
+        {"tokenizer_config": {"tokenizer_class": "XGLMTokenizer"}},
+        "'XGLMTokenizer' builds another",
+    ),
     (
         "byte_level",
-        {"tokenizer_config": {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.Own", None]}}},
+        {
+            "tokenizer_config": {
+                "tokenizer_class": "OwnTokenizer",
+                "auto_map": {"AutoTokenizer": ["own.Own", None]},
+            }
+        },
         r"'OwnTokenizer' is code in the folder \(auto_map\)",
     ),
-    ("bert", {"tokenizer_config": {"split_special_tokens": True}}, "split_special_tokens: true; remove it"),
-    ("bert", {"tokenizer_config": {"added_tokens_decoder": {"x": 1}}}, "tokens beside .* are not as transformers"),
-    ("bert", {"tokenizer_config": {"eos_token": ["[SEP]"]}}, r"eos_token is \['\[SEP\]'\], expected text"),
-    ("bert", {"special_tokens_map": {"additional_special_tokens": [7]}}, "a further special token is 7, expected text"),
+    (
+        "bert",
+        {"tokenizer_config": {"split_special_tokens": True}},
+        "split_special_tokens: true; remove it",
+    ),
+    (
+        "bert",
+        {"tokenizer_config": {"added_tokens_decoder": {"x": 1}}},
+        "tokens beside .* are not as transformers",
+    ),
+    (
+        "bert",
+        {"tokenizer_config": {"eos_token": ["[SEP]"]}},
+        r"eos_token is \['\[SEP\]'\], expected text",
+    ),
+    (
+        "bert",
+        {"special_tokens_map": {"additional_special_tokens": [7]}},
+        "a further special token is 7, expected text",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "files", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
+@pytest.mark.parametrize(
+    ("name", "files", "message"), REFUSED, ids=[message for _, _, message in REFUSED]
+)
 def test_what_gives_other_ids_than_the_file_is_refused_by_name(
     name: str, files: Files, message: str, made: dict[str, str], tmp_path: Path
 ) -> None:
@@ -272,14 +389,26 @@ def test_what_gives_other_ids_than_the_file_is_refused_by_name(
 
 
 MISSHAPEN: list[tuple[str, Any, str]] = [
-    ("tokenizer_config", {"additional_special_tokens": "<|im_start|>"}, "additional_special_tokens is '<|im_start|>'"),
+    (
+        "tokenizer_config",
+        {"additional_special_tokens": "<|im_start|>"},
+        "additional_special_tokens is '<|im_start|>'",
+    ),
     (
         "special_tokens_map",
         {"additional_special_tokens": "<tool>"},
         "additional_special_tokens is '<tool>'; expected",
     ),
-    ("tokenizer_config", {"extra_special_tokens": "<tool>"}, "extra_special_tokens is '<tool>'; expected a list"),
-    ("special_tokens_map", {"extra_special_tokens": 7}, "extra_special_tokens is 7; expected a list"),
+    (
+        "tokenizer_config",
+        {"extra_special_tokens": "<tool>"},
+        "extra_special_tokens is '<tool>'; expected a list",
+    ),
+    (
+        "special_tokens_map",
+        {"extra_special_tokens": 7},
+        "extra_special_tokens is 7; expected a list",
+    ),
     (
         "tokenizer_config",
         {"added_tokens_decoder": [{"content": "hi"}]},
@@ -290,7 +419,9 @@ MISSHAPEN: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("file", "content", "message"), MISSHAPEN, ids=[message for _, _, message in MISSHAPEN])
+@pytest.mark.parametrize(
+    ("file", "content", "message"), MISSHAPEN, ids=[message for _, _, message in MISSHAPEN]
+)
 def test_a_file_beside_of_another_shape_is_refused_by_its_field(
     file: str, content: Any, message: str, made: dict[str, str], tmp_path: Path
 ) -> None:
@@ -299,7 +430,9 @@ def test_a_file_beside_of_another_shape_is_refused_by_its_field(
         find_tokenizer(".", folder)
 
 
-@pytest.mark.parametrize(("name", "legacy"), [("llama", True), ("llama_of_old", False), ("digits", None)])
+@pytest.mark.parametrize(
+    ("name", "legacy"), [("llama", True), ("llama_of_old", False), ("digits", None)]
+)
 def test_what_its_class_builds_is_taken_once_it_is_saved_and_its_class_is_set(
     name: str, legacy: bool | None, made: dict[str, str], tmp_path: Path
 ) -> None:
@@ -318,8 +451,16 @@ def test_what_its_class_builds_is_taken_once_it_is_saved_and_its_class_is_set(
     assert encoded(ours) == [theirs.encode(text, add_special_tokens=False) for text in TEXTS]
 
 
-def test_another_unknown_token_is_no_matter_where_each_byte_has_a_piece(made: dict[str, str], tmp_path: Path) -> None:
-    files = {"tokenizer_config": {"tokenizer_class": "LlamaTokenizer", "legacy": False, "unk_token": "<unk>"}}
+def test_another_unknown_token_is_no_matter_where_each_byte_has_a_piece(
+    made: dict[str, str], tmp_path: Path
+) -> None:
+    files = {
+        "tokenizer_config": {
+            "tokenizer_class": "LlamaTokenizer",
+            "legacy": False,
+            "unk_token": "<unk>",
+        }
+    }
     document = json.loads(made["llama"])
     document["model"] |= {"unk_token": "<unk>", "fuse_unk": False}
     same_as_transformers(write(tmp_path / "a", json.dumps(document), files))
@@ -330,11 +471,18 @@ def test_another_unknown_token_is_no_matter_where_each_byte_has_a_piece(made: di
         find_tokenizer(".", write(tmp_path / "b", json.dumps(document), files))
 
 
-def test_the_file_is_what_counts_once_its_class_is_set_to_that(made: dict[str, str], tmp_path: Path) -> None:
-    files = {"tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"}, "config": {"model_type": "starcoder2"}}
+def test_the_file_is_what_counts_once_its_class_is_set_to_that(
+    made: dict[str, str], tmp_path: Path
+) -> None:
+    files = {
+        "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"},
+        "config": {"model_type": "starcoder2"},
+    }
     same_as_transformers(write(tmp_path, made["digits"], files))
 
 
 def test_the_table_of_classes_is_what_transformers_makes() -> None:
     written = tokenizer_classes.FILE.read_text(encoding="utf-8")
-    assert written == tokenizer_classes.text(), "python -m tests.support.tokenizer_classes writes it anew"
+    assert written == tokenizer_classes.text(), (
+        "python -m tests.support.tokenizer_classes writes it anew"
+    )

@@ -39,7 +39,10 @@ class Ports(NamedTuple):
 
     def forms(self, run: str) -> list[str]:
         """All that names the server, and with ``/run`` the run."""
-        return [f"{start}{run}" for start in (self.rest, f"http://{self.rest}", f"http://{self.rest}/v1/runs")]
+        return [
+            f"{start}{run}"
+            for start in (self.rest, f"http://{self.rest}", f"http://{self.rest}/v1/runs")
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +54,19 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
     with runs_of(folder, folder / "mixture.yaml") as runs:
         rest.start(runs, grpc_address=grpc_server.address)
         grpc_server.start(runs, rest.address)
-        yield Ports(*(server.address.replace("0.0.0.0", "127.0.0.1") for server in (grpc_server, rest)))
+        yield Ports(
+            *(server.address.replace("0.0.0.0", "127.0.0.1") for server in (grpc_server, rest))
+        )
         grpc_server.stop(1)
         rest.stop()
 
 
 def test_every_form_leads_commands_of_either_port_to_the_run(ports: Ports) -> None:
-    forms = [*ports.forms(""), *ports.forms("/test"), f"http://{ports.rest}/v1/runs/test/stats?x=1#token=secret"]
+    forms = [
+        *ports.forms(""),
+        *ports.forms("/test"),
+        f"http://{ports.rest}/v1/runs/test/stats?x=1#token=secret",
+    ]
     forms += [ports.grpc, f"{ports.grpc}/test", f"grpc://{ports.grpc}", f"grpc://{ports.grpc}/test"]
     access = ReadAccess()
     for form in forms:
@@ -79,7 +88,10 @@ def test_of_several_servers_commands_ask_the_one_that_can_serve(tmp_path: Path) 
         for end, runs in zip(ends, (stands_by, leads), strict=True):
             end.start(runs)
         standby, leader = (end.address for end in ends)
-        for several in (f"http://{standby},{leader}", f"http://127.0.0.1:{free_port()},{leader},{standby}/test"):
+        for several in (
+            f"http://{standby},{leader}",
+            f"http://127.0.0.1:{free_port()},{leader},{standby}/test",
+        ):
             remote = ReadAccess().connect(several)
             assert (remote.url, remote.only_run(None)) == (f"http://{leader}", "test")
         for end in ends:
@@ -89,7 +101,12 @@ def test_of_several_servers_commands_ask_the_one_that_can_serve(tmp_path: Path) 
 
 
 def test_every_form_is_a_datasets(ports: Ports) -> None:
-    forms = [*ports.forms(""), *ports.forms("/test"), f"{ports.grpc}/test", f"grpc://{ports.grpc}/test"]
+    forms = [
+        *ports.forms(""),
+        *ports.forms("/test"),
+        f"{ports.grpc}/test",
+        f"grpc://{ports.grpc}/test",
+    ]
     for form in forms:
         with RemoteDataset(form, 1, rank=0, world_size=1, resume="fresh", takeover=True) as dataset:
             assert dataset.run == "test", form
@@ -115,14 +132,24 @@ def test_over_tls_and_with_a_token_the_other_port_is_asked_in_the_same_way(
         rest.start(runs, grpc_address=grpc_server.address)
         grpc_server.start(runs, rest.address)
         caller = ReadAccess(tls_ca=tmp_path / "ca")
-        for form in (f"grpcs://{grpc_server.address}", f"https://{rest.address}/test", rest.address):
+        for form in (
+            f"grpcs://{grpc_server.address}",
+            f"https://{rest.address}/test",
+            rest.address,
+        ):
             assert caller.connect(form).only_run(None) == "test", form
             assert caller.servers(form).targets == (grpc_server.address,), form
         options = ConnectionOptions(tls_ca=tmp_path / "ca")
-        with RemoteDataset(f"https://{rest.address}", 1, rank=0, world_size=1, connection=options) as dataset:
+        with RemoteDataset(
+            f"https://{rest.address}", 1, rank=0, world_size=1, connection=options
+        ) as dataset:
             assert len(next(iter(dataset))["sample_ids"]) == 1
         with pytest.raises(Unauthenticated):
-            RemoteDataset(f"https://{rest.address}", 1, connection=replace(options, token="another-token-of-many"))
+            RemoteDataset(
+                f"https://{rest.address}",
+                1,
+                connection=replace(options, token="another-token-of-many"),
+            )
         grpc_server.stop(1)
         rest.stop()
 
@@ -137,7 +164,9 @@ def test_a_run_is_named_once(ports: Ports) -> None:
 )
 def test_what_is_no_address_is_refused_with_the_forms_that_are(text: str) -> None:
     for ask in (ReadAccess().connect, ReadAccess().servers, lambda text: RemoteDataset(text, 1)):
-        with pytest.raises((ConfigError, ValueError), match=r"expected HOST:PORT|expected grpc://HOST:PORT") as refused:
+        with pytest.raises(
+            (ConfigError, ValueError), match=r"expected HOST:PORT|expected grpc://HOST:PORT"
+        ) as refused:
             ask(text)
         assert "token=s" not in str(refused.value)
 
@@ -174,7 +203,10 @@ def test_a_port_that_is_another_servers_never_gets_the_token(
     monkeypatch.setenv("TOKENLOOM_TOKEN", token)
     folder = write_corpus(tmp_path / "served")
     (folder / "mixture.yaml").write_text(yaml.safe_dump(flat(["txt:data/prose/*.txt:text"])))
-    grpc_server, rest = GrpcServer("127.0.0.1:0", Access(token)), RestServer("127.0.0.1", 0, Access(token))
+    grpc_server, rest = (
+        GrpcServer("127.0.0.1:0", Access(token)),
+        RestServer("127.0.0.1", 0, Access(token)),
+    )
     with (
         runs_of(folder, folder / "mixture.yaml") as runs,
         http.server.HTTPServer(("127.0.0.1", 0), _Stranger) as stranger,
@@ -200,7 +232,10 @@ def test_where_nothing_answers_the_address_is_named() -> None:
     with pytest.raises(ServerUnreachable, match=f"{nobody}.*no answer"):
         ReadAccess().connect(nobody)
     # It may be gRPC's, for which a Join waits.
-    with RemoteDataset(f"{nobody}/test", 1, connection=SHORT) as dataset, pytest.raises(ServerUnavailable):
+    with (
+        RemoteDataset(f"{nobody}/test", 1, connection=SHORT) as dataset,
+        pytest.raises(ServerUnavailable),
+    ):
         next(iter(dataset))
 
 

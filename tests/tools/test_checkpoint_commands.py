@@ -107,12 +107,22 @@ def save_old_torch(path: Path, text: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of a save without a process group
 def save_distributed(path: Path, text: str) -> None:
-    dcp.save({"model": torch.ones(100), "data": {"tokenloom": text}}, checkpoint_id=path, no_dist=True)
+    dcp.save(
+        {"model": torch.ones(100), "data": {"tokenloom": text}}, checkpoint_id=path, no_dist=True
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize(
-    "save", [save_plain, save_nested_json, save_torch, save_torch_with_objects, save_old_torch, save_distributed]
+    "save",
+    [
+        save_plain,
+        save_nested_json,
+        save_torch,
+        save_torch_with_objects,
+        save_old_torch,
+        save_distributed,
+    ],
 )
 def test_a_snapshot_is_found_in_every_kind_of_file(
     save: Callable[[Path, str], None], text: str, tmp_path: Path
@@ -123,7 +133,9 @@ def test_a_snapshot_is_found_in_every_kind_of_file(
 
 
 @pytest.mark.parametrize("document", [OLDER, {"sample_index": 4096}])
-def test_an_older_payload_is_found_in_torch_files_and_in_json(document: dict[str, Any], tmp_path: Path) -> None:
+def test_an_older_payload_is_found_in_torch_files_and_in_json(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
     torch.save({"w": torch.ones(3), "steps": [1, {"data": document}]}, tmp_path / "c.pt")
     (tmp_path / "c.json").write_text(json.dumps({"steps": [1, {"data": document}]}))
     for name in ("c.pt", "c.json"):
@@ -131,29 +143,44 @@ def test_an_older_payload_is_found_in_torch_files_and_in_json(document: dict[str
         assert (found.where, found.document) == ("steps.1.data", document)
 
 
-def test_a_list_of_sources_alone_is_a_state_and_another_list_is_not(text: str, tmp_path: Path) -> None:
+def test_a_list_of_sources_alone_is_a_state_and_another_list_is_not(
+    text: str, tmp_path: Path
+) -> None:
     arguments = {"datasets": ["a", "b"], "dataset": {"name": "c4"}}
     (tmp_path / "c.json").write_text(json.dumps([arguments, {"dataset": OLDER["resume_state"]}]))
-    assert find(tmp_path / "c.json").document["resume_state"]["datasets"] == OLDER["resume_state"]["datasets"]
+    assert (
+        find(tmp_path / "c.json").document["resume_state"]["datasets"]
+        == OLDER["resume_state"]["datasets"]
+    )
     (tmp_path / "c.json").write_text(json.dumps([arguments, {"dataset": {"tokenloom": text}}]))
     assert find(tmp_path / "c.json").where == "1.dataset.tokenloom"
 
 
-def test_a_bare_sample_index_counts_only_where_there_is_nothing_else(text: str, tmp_path: Path) -> None:
+def test_a_bare_sample_index_counts_only_where_there_is_nothing_else(
+    text: str, tmp_path: Path
+) -> None:
     (tmp_path / "c.json").write_text(json.dumps({"sample_index": 3, "data": {"tokenloom": text}}))
     assert find(tmp_path / "c.json").where == "data.tokenloom"
 
 
 def test_several_states_are_distinguished_by_their_place(texts: list[str], tmp_path: Path) -> None:
-    torch.save({"a": {"tokenloom": texts[0]}, "b": {"tokenloom": texts[1]}, "c": [texts[0]]}, tmp_path / "c.pt")
-    with pytest.raises(SnapshotInvalid, match=r"at 'a\.tokenloom' \(sample 63\), 'b\.tokenloom' \(sample 93\); name"):
+    torch.save(
+        {"a": {"tokenloom": texts[0]}, "b": {"tokenloom": texts[1]}, "c": [texts[0]]},
+        tmp_path / "c.pt",
+    )
+    with pytest.raises(
+        SnapshotInvalid,
+        match=r"at 'a\.tokenloom' \(sample 63\), 'b\.tokenloom' \(sample 93\); name",
+    ):
         find(tmp_path / "c.pt")
     assert find(tmp_path / "c.pt", "b.tokenloom").document == unseal(texts[1])
     with pytest.raises(SnapshotInvalid, match="holds no state of data at 'x'"):
         find(tmp_path / "c.pt", "x")
     # Where torch refuses the file, their places distinguish them.
     torch.save({"a": texts[0], "b": texts[1], "args": argparse.Namespace()}, tmp_path / "c.pt")
-    with pytest.raises(SnapshotInvalid, match=r"at 'data\.pkl, byte (\d+)' \(sample 63\)") as caught:
+    with pytest.raises(
+        SnapshotInvalid, match=r"at 'data\.pkl, byte (\d+)' \(sample 63\)"
+    ) as caught:
         find(tmp_path / "c.pt")
     place = str(caught.value).split("'")[1]
     assert find(tmp_path / "c.pt", place).document == unseal(texts[0])
@@ -174,27 +201,44 @@ def test_nothing_in_a_file_is_run(text: str, tmp_path: Path, new_format: bool) -
     trap = tmp_path / "trap"
     hostile = {"evil": Evil(str(trap)), "resume_state": OLDER["resume_state"]}
     torch.save(hostile, tmp_path / "c.pt", _use_new_zipfile_serialization=new_format)
-    with pytest.raises(SnapshotInvalid, match=r"does not load it without running code of it \(it holds \w+\.mkdir\)"):
+    with pytest.raises(
+        SnapshotInvalid,
+        match=r"does not load it without running code of it \(it holds \w+\.mkdir\)",
+    ):
         find(tmp_path / "c.pt")
-    torch.save(hostile | {"tokenloom": text}, tmp_path / "c.pt", _use_new_zipfile_serialization=new_format)
+    torch.save(
+        hostile | {"tokenloom": text}, tmp_path / "c.pt", _use_new_zipfile_serialization=new_format
+    )
     assert find(tmp_path / "c.pt").document == unseal(text)
     assert not trap.exists()
 
 
-def test_a_torch_whose_safe_way_is_not_safe_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_whose_safe_way_is_not_safe_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.save(OLDER, tmp_path / "c.pt")
-    for version, safe in (("2.5.1+cpu", False), ("1.13", False), ("2.9.1", False), ("2.10.0a0", True), ("3.0", True)):
+    for version, safe in (
+        ("2.5.1+cpu", False),
+        ("1.13", False),
+        ("2.9.1", False),
+        ("2.10.0a0", True),
+        ("3.0", True),
+    ):
         monkeypatch.setattr(torch, "__version__", version)
         refused = pytest.raises(ConfigError, match=f"this is torch {re.escape(version)}, .* 2.10")
         with contextlib.nullcontext() if safe else refused:
             find(tmp_path / "c.pt")
 
 
-def test_a_large_checkpoint_is_not_read_as_a_whole(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_checkpoint_is_not_read_as_a_whole(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.save({"model": torch.zeros(1), **OLDER}, tmp_path / "c.pt")
     loads: list[dict[str, Any]] = []
     real = torch.load
-    monkeypatch.setattr(torch, "load", lambda *args, **options: loads.append(options) or real(*args, **options))
+    monkeypatch.setattr(
+        torch, "load", lambda *args, **options: loads.append(options) or real(*args, **options)
+    )
     find(tmp_path / "c.pt")
     assert loads == [{"map_location": "cpu", "weights_only": True, "mmap": True}]
     torch.save({"model": torch.zeros(1), "tokenloom": text}, tmp_path / "c.pt")
@@ -208,7 +252,10 @@ def test_a_large_checkpoint_is_not_read_as_a_whole(text: str, tmp_path: Path, mo
         (b"", "is empty"),
         (b"{", "begins like JSON, but does not parse"),
         (b'{"model": 1}', "holds no state of data; expected what RemoteDataset"),
-        (b'{"tokenloom": "no JSON"}', "at 'tokenloom': a snapshot is a JSON object, but this does not parse"),
+        (
+            b'{"tokenloom": "no JSON"}',
+            "at 'tokenloom': a snapshot is a JSON object, but this does not parse",
+        ),
         (b"\x80\x02garbage", "does not load it without running code"),
         (b"/annex/objects/x", "no data, but a pointer .*'git annex get'"),
     ],
@@ -223,11 +270,15 @@ def test_what_holds_no_state_is_refused(content: bytes, said: str, tmp_path: Pat
 def test_folders_and_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SnapshotInvalid, match=r"cannot be read \(No such file"):
         find(tmp_path / "missing.pt")
-    with pytest.raises(SnapshotInvalid, match=r"is a folder, but none of torch\.distributed\.checkpoint"):
+    with pytest.raises(
+        SnapshotInvalid, match=r"is a folder, but none of torch\.distributed\.checkpoint"
+    ):
         find(tmp_path)
     (tmp_path / "__0_1.distcp").symlink_to("nowhere")
     for path in (tmp_path, tmp_path / "__0_1.distcp"):
-        with pytest.raises(SnapshotInvalid, match=r"__0_1\.distcp is a link to 'nowhere', where no file is"):
+        with pytest.raises(
+            SnapshotInvalid, match=r"__0_1\.distcp is a link to 'nowhere', where no file is"
+        ):
             find(path)
     (tmp_path / "__0_1.distcp").unlink()
     (tmp_path / "__0_0.distcp").write_bytes(b"\x80\x02" + b"x" * 100)
@@ -249,7 +300,9 @@ def test_the_content_is_that_of_the_snapshot(text: str, tmp_path: Path) -> None:
     root, rest = content.nodes
     assert (root.policy, rest.policy, rest.name) == ("least_consumed", "weighted", "rest")
     assert [child.name for child in root.children] == ["code", "docs", "rest"]
-    assert [child.samples for child in rest.children] == [source.samples for source in content.sources[2:]]
+    assert [child.samples for child in rest.children] == [
+        source.samples for source in content.sources[2:]
+    ]
     assert faults(content) == []
 
 
@@ -297,17 +350,34 @@ def estimate(total: int) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (estimate(0), "resume_state.nodes.1 (rest): the weights in force are missing; they would be made anew from"),
-        (estimate(4), f"resume_state.nodes.1 (rest): {PROSE}: total: found 4 samples, but 5 were given"),
         (
-            lambda d: d["resume_state"].update(nodes=[[[0] * 4 for _ in node] for node in nodes(d)]),
+            estimate(0),
+            "resume_state.nodes.1 (rest): the weights in force are missing; they would be made anew from",
+        ),
+        (
+            estimate(4),
+            f"resume_state.nodes.1 (rest): {PROSE}: total: found 4 samples, but 5 were given",
+        ),
+        (
+            lambda d: d["resume_state"].update(
+                nodes=[[[0] * 4 for _ in node] for node in nodes(d)]
+            ),
             "resume_state.nodes: all counters are 0, though 60 samples were taken",
         ),
-        (lambda d: d["resume_state"].pop("mixture"), "resume_state.mixture: is missing: nothing says"),
-        (lambda d: d["resume_state"].pop("nodes"), "resume_state.nodes: missing: without the counters every node"),
+        (
+            lambda d: d["resume_state"].pop("mixture"),
+            "resume_state.mixture: is missing: nothing says",
+        ),
+        (
+            lambda d: d["resume_state"].pop("nodes"),
+            "resume_state.nodes: missing: without the counters every node",
+        ),
         (lambda d: nodes(d).pop(), "resume_state.nodes: 1 nodes, but the mixture has 2"),
         (lambda d: nodes(d).pop(), "resume_state.nodes.1 (rest): counters are missing for txt:"),
-        (lambda d: nodes(d)[0].pop(), "resume_state.nodes.0 (the root): counters are missing for rest"),
+        (
+            lambda d: nodes(d)[0].pop(),
+            "resume_state.nodes.0 (the root): counters are missing for rest",
+        ),
         (
             set_row(1, 0, 0, 6),
             "resume_state.nodes.1 (rest): txt:data/prose/*.txt:text: counts 6 samples and 40 tokens,",
@@ -317,19 +387,37 @@ def estimate(total: int) -> Callable[[dict[str, Any]], None]:
             "resume_state.nodes.0 (the root): rest: counts 20 samples and 8 tokens, but it says itse",
         ),
         (set_row(0, 0, 0, 28), "its children have 61 samples, but resume_state.sample_index is 60"),
-        (set_row(0, 0, 2, 2**60), "code: credit: found 1152921504606846976, expected one within ±2^53"),
+        (
+            set_row(0, 0, 2, 2**60),
+            "code: credit: found 1152921504606846976, expected one within ±2^53",
+        ),
         (
             set_dataset(1, "token_offset", None),
             "resume_state.datasets.1 (docs): token_offset: missing, which counts as",
         ),
-        (set_dataset(1, "token_offset", 0), "resume_state.datasets.1 (docs): token_offset: found 0, though 13 samples"),
-        (set_dataset(0, "samples", 28), "resume_state.sample_index: found 60, but the sources' samples add up to 61"),
-        (set_dataset(0, "token_offset", 224), "resume_state.total_tokens: found 480, but the sources' tokens add up t"),
-        (set_dataset(0, "row_offset", -1), "resume_state.datasets.0 (code): row_offset: found -1, expected an integer"),
+        (
+            set_dataset(1, "token_offset", 0),
+            "resume_state.datasets.1 (docs): token_offset: found 0, though 13 samples",
+        ),
+        (
+            set_dataset(0, "samples", 28),
+            "resume_state.sample_index: found 60, but the sources' samples add up to 61",
+        ),
+        (
+            set_dataset(0, "token_offset", 224),
+            "resume_state.total_tokens: found 480, but the sources' tokens add up t",
+        ),
+        (
+            set_dataset(0, "row_offset", -1),
+            "resume_state.datasets.0 (code): row_offset: found -1, expected an integer",
+        ),
         (lambda d: d.pop("run_uid"), "run_uid: missing"),
         (lambda d: d.pop("counts"), "counts: missing"),
         (lambda d: d.update(order_version=2), "order_version: found 2, expected 3"),
-        (lambda d: d["resume_state"].update(version=1), "resume_state.version: found 1, expected 2"),
+        (
+            lambda d: d["resume_state"].update(version=1),
+            "resume_state.version: found 1, expected 2",
+        ),
         (
             lambda d: [dataset(d, 1).pop(name) for name in CURSOR],
             "resume_state.datasets.1 (docs): nothing says where it stands, though ",
@@ -340,8 +428,14 @@ def estimate(total: int) -> Callable[[dict[str, Any]], None]:
         ),
         (lambda d: d.pop("resume_state"), "resume_state: is missing, though sample_index is 63"),
         (lambda d: d.update(version=9), "version: found 9, expected 2"),
-        (lambda d: d.update(sample_index=59), "resume_state.sample_index: 60 lies after sample_index 59"),
-        (lambda d: d["resume_state"]["mixture"][0]["children"][0].__setitem__(1, "a lot"), "weight: found 'a lot'"),
+        (
+            lambda d: d.update(sample_index=59),
+            "resume_state.sample_index: 60 lies after sample_index 59",
+        ),
+        (
+            lambda d: d["resume_state"]["mixture"][0]["children"][0].__setitem__(1, "a lot"),
+            "weight: found 'a lot'",
+        ),
     ],
 )
 def test_what_is_missing_or_does_not_fit_is_named(
@@ -357,7 +451,10 @@ def test_what_was_forked_skipped_or_left_adds_up(text: str, tmp_path: Path) -> N
         resume = document["resume_state"]
         resume["origin"] = {"run": "parent", "sample_index": 10, "left_samples": 7}
         resume["sample_index"], document["sample_index"] = 67, 70
-        resume["revisions"] = [{"sample_index": 40, "content": {}}, {"sample_index": 69, "content": {}}]
+        resume["revisions"] = [
+            {"sample_index": 40, "content": {}},
+            {"sample_index": 69, "content": {}},
+        ]
         resume["datasets"][0] |= {"skipped_samples": 3, "skipped_rows": 1, "skipped_tokens": 24}
 
     content = content_of(changed(text, fork), tmp_path)
@@ -375,7 +472,9 @@ def test_what_was_forked_skipped_or_left_adds_up(text: str, tmp_path: Path) -> N
 
 def test_a_broken_seal_is_named_and_the_rest_is_shown(text: str, tmp_path: Path) -> None:
     content = content_of(text.replace('"samples":27', '"samples":26'), tmp_path)
-    assert any(line.startswith("checksum: the snapshot's checksum is 'sha256:") for line in faults(content))
+    assert any(
+        line.startswith("checksum: the snapshot's checksum is 'sha256:") for line in faults(content)
+    )
     assert content.sources[0].samples == 26
 
 
@@ -388,19 +487,26 @@ def test_an_older_payload_says_what_it_lacks(tmp_path: Path) -> None:
     none = copy.deepcopy(OLDER)
     none["resume_state"]["datasets"][1]["share"] = "of another tool"
     del none["resume_state"]["datasets"][0]["token_offset"]
-    assert any("every token_offset is 0 or missing" in line for line in faults(content_of(json.dumps(none), tmp_path)))
+    assert any(
+        "every token_offset is 0 or missing" in line
+        for line in faults(content_of(json.dumps(none), tmp_path))
+    )
     index = content_of('{"sample_index": 12}', tmp_path)
     assert (index.kind, index.sample_index) == ("sample index", 12)
     assert "a restore can only skip" in faults(index)[0]
 
 
 def test_an_older_payload_under_a_mixture_counts_nodes_as_an_import_would(tmp_path: Path) -> None:
-    content = content_of(json.dumps(OLDER), tmp_path, mixture=config.parse(mixture(), where="m", catalog=CATALOG))
+    content = content_of(
+        json.dumps(OLDER), tmp_path, mixture=config.parse(mixture(), where="m", catalog=CATALOG)
+    )
     assert [child.samples for child in content.nodes[0].children] == [10, 0, 0]
     assert [child.name for child in content.nodes[1].children] == [PROSE, WIKI]
 
 
-def test_the_clock_of_an_older_checkpoint_is_shown_and_is_no_fault(text: str, tmp_path: Path) -> None:
+def test_the_clock_of_an_older_checkpoint_is_shown_and_is_no_fault(
+    text: str, tmp_path: Path
+) -> None:
     def later(document: dict[str, Any]) -> None:
         for part in (document, document["resume_state"]):
             part["total_tokens"] += 99_920
@@ -411,12 +517,21 @@ def test_the_clock_of_an_older_checkpoint_is_shown_and_is_no_fault(text: str, tm
     assert not list(faults(content))
     shown = io.StringIO()
     report.show(content, Console(file=shown, width=120))
-    assert "its token clock is an older checkpoint's: +99,920 tokens to those of its samples" in shown.getvalue()
+    assert (
+        "its token clock is an older checkpoint's: +99,920 tokens to those of its samples"
+        in shown.getvalue()
+    )
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value in a document."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield (*path, key)
         yield from places(inner, (*path, key))
@@ -430,7 +545,9 @@ def test_a_mixture_that_goes_round_in_circles_is_shown_once(text: str, tmp_path:
     report.show(content_of(changed(text, circle), tmp_path), Console(file=io.StringIO(), width=120))
 
 
-VALUES = st.sampled_from([None, True, -1, 0, 2**60, 1.5, "", "x", [], [1], [[]], [[1, "a"]], {}, {"a": 1}, {"1": {}}])
+VALUES = st.sampled_from(
+    [None, True, -1, 0, 2**60, 1.5, "", "x", [], [1], [[]], [[1, "a"]], {}, {"a": 1}, {"1": {}}]
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -443,7 +560,9 @@ def test_whatever_a_snapshot_holds_it_can_be_shown(data: st.DataObject, texts: l
         for key in path:
             within = within[key]
         within[last] = copy.deepcopy(data.draw(VALUES))
-    mixture_file = data.draw(st.sampled_from([None, config.parse(mixture(), where="m", catalog=CATALOG)]))
+    mixture_file = data.draw(
+        st.sampled_from([None, config.parse(mixture(), where="m", catalog=CATALOG)])
+    )
     a, b = (read(Path("x"), DataState("", document), mixture_file) for document in documents)
     out = Console(file=io.StringIO(), width=120)
     report.show(a, out)
@@ -457,35 +576,59 @@ def test_whatever_a_snapshot_holds_it_can_be_shown(data: st.DataObject, texts: l
 
 
 def node_of(policy: str, children: list[Child]) -> tuple[Content, Node]:
-    node = Node(id=0, name="the root", policy=policy, interpolate="linear", children=tuple(children))
+    node = Node(
+        id=0, name="the root", policy=policy, interpolate="linear", children=tuple(children)
+    )
     return Content(file="", where="", kind="snapshot", total_tokens=500, nodes=(node,)), node
 
 
 def child(**fields: Any) -> Child:
-    usual = {"is_node": False, "id": 0, "name": "a", "configured": "1", "presence": "live", "samples": 0, "tokens": 0}
-    return Child(**{**usual, "credit": 0, "exhausted": False, "weight": None, "total": None, **fields})
+    usual = {
+        "is_node": False,
+        "id": 0,
+        "name": "a",
+        "configured": "1",
+        "presence": "live",
+        "samples": 0,
+        "tokens": 0,
+    }
+    return Child(
+        **{**usual, "credit": 0, "exhausted": False, "weight": None, "total": None, **fields}
+    )
 
 
 def percents(policy: str, *children: Child) -> list[list[str]]:
     content, node = node_of(policy, list(children))
     return [
-        [f"{value:.2%}" if value is not None else "?" for value in (chance.with_counters, chance.without_counters)]
+        [
+            f"{value:.2%}" if value is not None else "?"
+            for value in (chance.with_counters, chance.without_counters)
+        ]
         for chance in chances(content, node)
     ]
 
 
 def test_soft_sequential_with_and_without_its_counters() -> None:
-    found = percents("soft_sequential", child(samples=25_261, total=25_317), child(samples=121_225, total=12_164_382))
+    found = percents(
+        "soft_sequential",
+        child(samples=25_261, total=25_317),
+        child(samples=121_225, total=12_164_382),
+    )
     assert found == [["0.22%", "100.00%"], ["99.78%", "0.00%"]]
 
 
 def test_balance_remaining_with_and_without_its_counters() -> None:
-    found = percents("balance_remaining", child(samples=90, total=100), child(samples=10, total=100))
+    found = percents(
+        "balance_remaining", child(samples=90, total=100), child(samples=10, total=100)
+    )
     assert found == [["10.00%", "50.00%"], ["90.00%", "50.00%"]]
 
 
 def test_without_totals_nothing_is_guessed() -> None:
-    assert percents("soft_sequential", child(samples=1), child(samples=2)) == [["?", "?"], ["?", "?"]]
+    assert percents("soft_sequential", child(samples=1), child(samples=2)) == [
+        ["?", "?"],
+        ["?", "?"],
+    ]
 
 
 def test_the_other_policies() -> None:
@@ -495,14 +638,19 @@ def test_the_other_policies() -> None:
         ["75.00%", "60.00%"], ["25.00%", "20.00%"], ["0.00%", "20.00%"],
     ]  # fmt: skip
     assert percents("sequential", out, child()) == [["0.00%", "100.00%"], ["100.00%", "0.00%"]]
-    assert percents("round_robin", child(), child(presence="paused")) == [["100.00%", "100.00%"], ["0.00%", "0.00%"]]
+    assert percents("round_robin", child(), child(presence="paused")) == [
+        ["100.00%", "100.00%"],
+        ["0.00%", "0.00%"],
+    ]
     schedule = child(configured=[[0, "0"], [1000, "2"]]), child(configured="1")
     assert percents("schedule", *schedule) == [["50.00%", "0.00%"], ["50.00%", "100.00%"]]
     assert percents("of a later release", child()) == [["?", "?"]]
 
 
 def test_weights_in_force_are_those_that_were_saved() -> None:
-    content, node = node_of("balance_remaining", [child(samples=9, total=10, weight=3), child(total=10, weight=1)])
+    content, node = node_of(
+        "balance_remaining", [child(samples=9, total=10, weight=3), child(total=10, weight=1)]
+    )
     assert [chance.in_force for chance in chances(content, node)] == [0.75, 0.25]
 
 
@@ -534,7 +682,9 @@ def test_other_runs_other_data_and_a_changed_mixture_are_named(text: str, tmp_pa
         document["resume_state"]["mixture"][0]["children"].append([8, "1"])
 
     (tmp_path / "a").mkdir()
-    found = difference(content_of(text, tmp_path / "a"), content_of(changed(text, change), tmp_path))
+    found = difference(
+        content_of(text, tmp_path / "a"), content_of(changed(text, change), tmp_path)
+    )
     assert found.relation.startswith("two runs: test (0123")
     assert found.data == "other data up to sample 63: the digests differ"
     assert list(found.mixture) == [
@@ -591,7 +741,9 @@ def test_probabilities_and_a_mixture_file(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("imported", [False, True])
-def test_probabilities_are_those_at_the_sample_index_of_a_young_state_too(imported: bool, tmp_path: Path) -> None:
+def test_probabilities_are_those_at_the_sample_index_of_a_young_state_too(
+    imported: bool, tmp_path: Path
+) -> None:
     document = mixture()
     document["mixture"]["children"][2] |= {
         "policy": "soft_sequential",
@@ -607,16 +759,22 @@ def test_probabilities_are_those_at_the_sample_index_of_a_young_state_too(import
         path = tmp_path / f"{more}.json"
         save_plain(path, snapshot_encode.compose(template, base, Timeline(order).encode(state)))
         assert "of None in all" in run("probabilities", path)
-        printed = json.loads(run("probabilities", path, "--mixture", tmp_path / "mixture.yaml", "--json"))
+        printed = json.loads(
+            run("probabilities", path, "--mixture", tmp_path / "mixture.yaml", "--json")
+        )
         for node, children in zip(printed, state.nodes, strict=True):
             assert node["counted_at"] == state.sample_index
-            assert [child["samples"] for child in node["children"]] == [child.samples for child in children]
+            assert [child["samples"] for child in node["children"]] == [
+                child.samples for child in children
+            ]
         prose, wiki = printed[1]["children"]
         left = 1 - state.nodes[1][0].samples / prose["total"]
         assert prose["with_counters"] == pytest.approx(
             left / (left + (1 - left) * (1 - state.nodes[1][1].samples / wiki["total"]))
         )
-        assert f"at sample {state.sample_index}" in run("probabilities", path, "--mixture", tmp_path / "mixture.yaml")
+        assert f"at sample {state.sample_index}" in run(
+            "probabilities", path, "--mixture", tmp_path / "mixture.yaml"
+        )
         assert f"stood at sample {first.sample_index}" in run("show", path).replace("\n", " ")
 
 
@@ -624,6 +782,10 @@ def test_diff_prints_rows_and_tokens(texts: list[str], tmp_path: Path) -> None:
     for name, text in zip("ab", texts, strict=True):
         (tmp_path / name).write_text(text)
     printed = run("diff", tmp_path / "a", tmp_path / "b")
-    for said in ("from sample 63 to 93: +30 samples, +240 tokens", "+112", "the mixture is the same"):
+    for said in (
+        "from sample 63 to 93: +30 samples, +240 tokens",
+        "+112",
+        "the mixture is the same",
+    ):
         assert said in printed
     assert json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json"))["tokens"] == 240

@@ -61,10 +61,16 @@ def both(a: Known, b: Known) -> tuple[DigestSource, DigestSource]:
 
 
 def equal_samples(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
-@given(st.text("abc", min_size=1, max_size=300), st.text("abc", min_size=1, max_size=40), st.integers(0, 300))
+@given(
+    st.text("abc", min_size=1, max_size=300),
+    st.text("abc", min_size=1, max_size=40),
+    st.integers(0, 300),
+)
 def test_the_first_that_differs_is_found_wherever_it_is(common: str, rest: str, at: int) -> None:
     a, b = Known(common), Known(common[:at] + rest)
     verdict = compare(*both(a, b))
@@ -110,7 +116,9 @@ def test_nothing_is_proven_of_what_neither_ledger_holds() -> None:
     other = Known("bbcabcab")
     verdict = compare(*both(late, other))
     assert (verdict.outcome, verdict.same_samples, verdict.differ_before) == ("differ", 0, 4)
-    assert "the first sample that differs is one of 0 to 3" in "\n".join(explain(verdict, *both(late, other)))
+    assert "the first sample that differs is one of 0 to 3" in "\n".join(
+        explain(verdict, *both(late, other))
+    )
     beginning = Known("")
     assert compare(*both(beginning, early)).status == 2
 
@@ -139,7 +147,9 @@ def test_revisions_are_named_where_they_differ_before_the_end_of_the_shorter() -
     b.revisions = ()
     verdict = compare(*both(a, b))
     assert verdict.differences == {"revisions": (["aaaaaaaaaaaa from sample 2"], [])}
-    assert "revisions: A has aaaaaaaaaaaa from sample 2, B has none" in explain(verdict, *both(a, b))
+    assert "revisions: A has aaaaaaaaaaaa from sample 2, B has none" in explain(
+        verdict, *both(a, b)
+    )
     b.revisions = None
     assert compare(*both(a, b)).differences == {}
 
@@ -151,10 +161,15 @@ def opened(path: Path | str, run: str | None = None) -> DigestSource:
 
 def test_a_file_without_a_snapshot_that_has_a_digest_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text('{"epoch": 3}')
-    (tmp_path / "cut.json").write_text(seal({"format": "tokenloom/snapshot", "version": 2, "sample_index": 3}))
+    (tmp_path / "cut.json").write_text(
+        seal({"format": "tokenloom/snapshot", "version": 2, "sample_index": 3})
+    )
     with pytest.raises(ConfigError, match="is a file"):
         opened("a.json", "x")
-    for name, fault in (("model.json", "holds no state of data"), ("cut.json", "digest is None, expected str")):
+    for name, fault in (
+        ("model.json", "holds no state of data"),
+        ("cut.json", "digest is None, expected str"),
+    ):
         with pytest.raises(SnapshotInvalid, match=f"{name}: .*{fault}"):
             opened(tmp_path / name)
 
@@ -164,4 +179,7 @@ def test_a_state_of_another_data_loader_has_no_digest_to_compare(tmp_path: Path)
     older = opened(tmp_path / "older.json")
     verdict = compare(older, Known("abc").source)
     assert (verdict.outcome, verdict.status) == ("unknown", 2)
-    assert "of another data loader, without a digest" in explain(verdict, older, Known("abc").source)[0]
+    assert (
+        "of another data loader, without a digest"
+        in explain(verdict, older, Known("abc").source)[0]
+    )

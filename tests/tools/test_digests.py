@@ -31,7 +31,9 @@ def change_a_byte(path: Path) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def test_a_byte_that_was_changed_anywhere_is_found_by_its_file(tmp_path: Path, tokenloom: CommandLine) -> None:
+def test_a_byte_that_was_changed_anywhere_is_found_by_its_file(
+    tmp_path: Path, tokenloom: CommandLine
+) -> None:
     path = mixture(tmp_path)
     done = tokenloom("validate", path, "--full")
     assert done.status == 2

@@ -46,10 +46,14 @@ def lived() -> RunContents:
     contents = world.ledger.read_all("world", "train")
     assert contents is not None
     saved = contents.snapshots[0]
-    pin = canonical({"snapshot": saved.text, "sample_index": saved.sample_index, "digest": "", "skips": None})
+    pin = canonical(
+        {"snapshot": saved.text, "sample_index": saved.sample_index, "digest": "", "skips": None}
+    )
     starts = {opening.start_state for opening in contents.openings}
     journal = [entry for entry in contents.journal if entry.state in starts]
-    return replace(contents, run=replace(contents.run, pin=pin), journal=[*journal, contents.journal[-1]])
+    return replace(
+        contents, run=replace(contents.run, pin=pin), journal=[*journal, contents.journal[-1]]
+    )
 
 
 def filled(ledger: Ledger) -> Ledger:
@@ -63,7 +67,10 @@ def filled(ledger: Ledger) -> Ledger:
 
 def faults_of(ledger: Ledger) -> list[str]:
     """What the command prints."""
-    return [*store_faults(ledger), *(fault for name in ledger.run_names() for fault in run_faults(ledger, *name))]
+    return [
+        *store_faults(ledger),
+        *(fault for name in ledger.run_names() for fault in run_faults(ledger, *name)),
+    ]
 
 
 def damaged(value: Any) -> Iterator[Any]:
@@ -89,7 +96,11 @@ def unseen(ledger: Ledger, damages: Iterator[Damage]) -> set[str]:
 
 def of_page() -> set[str]:
     """What the page says that the check does not see."""
-    section = PAGE.read_text(encoding="utf-8").partition("**What it does not see.**")[2].partition("\n## ")[0]
+    section = (
+        PAGE.read_text(encoding="utf-8")
+        .partition("**What it does not see.**")[2]
+        .partition("\n## ")[0]
+    )
     return set(re.findall(r"`([a-z_]+)`", section))
 
 
@@ -97,7 +108,10 @@ def test_each_fault_in_a_ledger_is_named_but_for_those_that_the_page_lists(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     path, found = tmp_path / "ledger.db", set()
-    with closing(filled(SqliteLedger(path))) as ledger, closing(sqlite3.connect(path)) as connection:
+    with (
+        closing(filled(SqliteLedger(path))) as ledger,
+        closing(sqlite3.connect(path)) as connection,
+    ):
         connection.execute("PRAGMA synchronous = OFF")
         found |= unseen(ledger, _in_tables(connection))
     with redis_server.client() as client:
@@ -125,7 +139,10 @@ def _in_tables(connection: sqlite3.Connection) -> Iterator[Damage]:
         for place, column in enumerate(columns):
             for value in damaged(last[place]):
                 # The number of a row has one type, and in the journal it leads nowhere.
-                if (column, value) not in (("id", "x"), ("run", "x")) and (table, column) != ("journal", "id"):
+                if (column, value) not in (("id", "x"), ("run", "x")) and (table, column) != (
+                    "journal",
+                    "id",
+                ):
                     row = (*last[:place], value, *last[place + 1 :])
                     yield column, partial(put, [*others, row]), mend
 
@@ -151,4 +168,7 @@ def _in_keys(client: Any) -> Iterator[Damage]:
             yield from ((name, partial(put, wrong), mend) for wrong in damaged(value))
             record = json.loads(value) if ending in ("openings", "snapshots", "revisions") else {}
             for inner, item in record.items():
-                yield from ((inner, partial(put, canonical({**record, inner: wrong})), mend) for wrong in damaged(item))
+                yield from (
+                    (inner, partial(put, canonical({**record, inner: wrong})), mend)
+                    for wrong in damaged(item)
+                )

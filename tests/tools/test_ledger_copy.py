@@ -102,7 +102,9 @@ def test_a_move_that_is_killed_at_any_write_is_finished_by_the_next(
             store.close()
 
 
-def test_two_moves_at_once_leave_what_the_later_one_read(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_two_moves_at_once_leave_what_the_later_one_read(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
     stores: list[LedgerStore] = [SqliteStore(tmp_path), RedisStore(redis_server)]
     source, target = (store.open() for store in stores)
     server = lead(source)
@@ -129,7 +131,9 @@ def test_two_moves_at_once_leave_what_the_later_one_read(redis_server: RedisServ
         store.close()
 
 
-def test_a_target_that_refuses_leaves_the_run_where_it_was(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_a_target_that_refuses_leaves_the_run_where_it_was(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
     stores: list[LedgerStore] = [SqliteStore(tmp_path), RedisStore(redis_server)]
     source, target = (store.open() for store in stores)
     server = lead(source)

@@ -31,7 +31,13 @@ SAMPLES = 103
 END = 256
 TEXTS = [f"sample {number}" for number in range(SAMPLES)]
 #: As a state names them, in a job of one node.
-STATE = {"epoch": 0, "sample_in_epoch": 35, "num_canonical_nodes": 1, "shuffle_seed": 9176, "initial_physical_nodes": 1}
+STATE = {
+    "epoch": 0,
+    "sample_in_epoch": 35,
+    "num_canonical_nodes": 1,
+    "shuffle_seed": 9176,
+    "initial_physical_nodes": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def without_shared_memory_of_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Mosaic's datasets keep their shared memory, and open that of all before them, until the process ends."""
     cleanups: list[Any] = []
-    monkeypatch.setattr(mosaic().base.shared.memory, "atexit", SimpleNamespace(register=cleanups.append))
+    monkeypatch.setattr(
+        mosaic().base.shared.memory, "atexit", SimpleNamespace(register=cleanups.append)
+    )
     yield
     gc.collect()
     for cleanup in cleanups:
@@ -69,7 +77,11 @@ def read_here(folder: Path, source: str) -> Iterator[tuple[int, int]]:
     """The epoch and number of each sample that a run gives which has the printed source in its mixture file."""
     (child,) = yaml.safe_load(source)
     children = [child | {"epochs": 2}]
-    fields = {"mixture": {"policy": "weighted", "children": children}, "packing": "none", "sequence_length": 32}
+    fields = {
+        "mixture": {"policy": "weighted", "children": children},
+        "packing": "none",
+        "sequence_length": 32,
+    }
     for (document,) in order_of(folder, mixture(**fields)).spans(0, SourceState(), 10**6):
         yield document.epoch, number_of(bytes(document.ids[:-1].tolist()).decode())
 
@@ -78,7 +90,9 @@ def read_here(folder: Path, source: str) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("batches", [3, 19])
-def test_what_mosaic_streaming_had_not_read_of_its_second_epoch_is_read_here(folder: Path, batches: int) -> None:
+def test_what_mosaic_streaming_had_not_read_of_its_second_epoch_is_read_here(
+    folder: Path, batches: int
+) -> None:
     streaming = mosaic()
     dataset = streaming.StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=5)
     loader = streaming.StreamingDataLoader(dataset, batch_size=5)
@@ -92,7 +106,9 @@ def test_what_mosaic_streaming_had_not_read_of_its_second_epoch_is_read_here(fol
         folder, "mosaic", "state.json", "mds:mds:text",
         *("--output", "seen.npy", "--argument", "shuffle=true", "--argument", "batch_size=5"),
     )  # fmt: skip
-    assert f"# {len(seen)} of 103 samples of the epoch were read, and {len(rest)} are left" in source
+    assert (
+        f"# {len(seen)} of 103 samples of the epoch were read, and {len(rest)} are left" in source
+    )
     read = list(read_here(folder, source))
     assert sorted(row for epoch, row in read if epoch == 0) == sorted(rest)
     assert sorted(row for epoch, row in read if epoch == 1) == list(range(SAMPLES))
@@ -109,14 +125,22 @@ def test_the_first_launch_goes_on_with_the_rest_by_the_old_clock(folder: Path) -
         batches = list(dataset)
     assert [batch["total_tokens"] for batch in batches[:2]] == [1_250_000_008, 1_250_000_016]
     ids = np.concatenate([batch["input_ids"].ravel().numpy() for batch in batches])
-    rest = [[*TEXTS[number].encode(), END] for number in np.flatnonzero(~np.load(folder / "seen.npy"))]
+    rest = [
+        [*TEXTS[number].encode(), END] for number in np.flatnonzero(~np.load(folder / "seen.npy"))
+    ]
     assert ids.tolist() == [token for document in rest for token in document][: len(ids)]
     assert sum(map(len, rest)) - len(ids) < 8, "but for what fills no sample"
 
 
 @pytest.mark.parametrize(
     ("shuffle_algo", "canonical", "first_nodes", "nodes"),
-    [("py1e", 1, 1, 1), ("py1e", 4, 2, 4), ("py1s", 8, 1, 2), ("py2s", 4, 2, 4), ("naive", 2, 2, 2)],
+    [
+        ("py1e", 1, 1, 1),
+        ("py1e", 4, 2, 4),
+        ("py1s", 8, 1, 2),
+        ("py2s", 4, 2, 4),
+        ("naive", 2, 2, 2),
+    ],
 )
 def test_the_samples_that_all_ranks_of_a_job_had_read_are_known(
     folder: Path, shuffle_algo: str, canonical: int, first_nodes: int, nodes: int
@@ -124,9 +148,13 @@ def test_the_samples_that_all_ranks_of_a_job_had_read_are_known(
     ranks, workers, batch_size, batches = 2, 3, 2, 4
     arguments = {"shuffle": True, "shuffle_algo": shuffle_algo, "batch_size": batch_size}
     base = mosaic().base
-    dataset = base.StreamingDataset(local=str(folder / "mds"), num_canonical_nodes=canonical, **arguments)
+    dataset = base.StreamingDataset(
+        local=str(folder / "mds"), num_canonical_nodes=canonical, **arguments
+    )
     dataset._set_shuffle_block_size(base.world.World(first_nodes, ranks, workers, 0))
-    work = base.batching.generate_work("random", dataset, base.world.World(first_nodes, ranks, workers, 0), 5, 0)
+    work = base.batching.generate_work(
+        "random", dataset, base.world.World(first_nodes, ranks, workers, 0), 5, 0
+    )
     # A rank takes a batch of each of its workers in turn.
     by_rank = work.transpose(0, 1, 3, 2, 4).reshape(first_nodes, ranks, -1, batch_size)
     taken = by_rank[:, :, :batches].ravel()
@@ -141,7 +169,9 @@ def test_the_samples_that_all_ranks_of_a_job_had_read_are_known(
     seen = seen_samples(state, folder / "mds", arguments)
     assert np.flatnonzero(seen).tolist() == sorted(taken.tolist())
     # On as many nodes as the next launch has, the library would read the others.
-    rest = base.batching.generate_work("random", dataset, base.world.World(nodes, ranks, workers, 0), 5, taken.size)
+    rest = base.batching.generate_work(
+        "random", dataset, base.world.World(nodes, ranks, workers, 0), 5, taken.size
+    )
     assert {*rest.ravel().tolist()} - {-1} == {*np.flatnonzero(~seen).tolist()}
 
 
@@ -154,10 +184,22 @@ def test_an_epoch_of_which_all_was_read_has_nothing_left(folder: Path) -> None:
     ("state", "more", "reason"),
     [
         ({}, ["--argument", "epoch_size=50"], "an epoch is not each of the 103 samples once"),
-        ({}, ["--argument", "batching_method=no"], "mosaic does not resume from 'state.json': ValueError"),
+        (
+            {},
+            ["--argument", "batching_method=no"],
+            "mosaic does not resume from 'state.json': ValueError",
+        ),
         ({}, ["--argument", "shuffle"], "--argument: found 'shuffle'; expected NAME=VALUE"),
-        ({"num_canonical_nodes": 2, "initial_physical_nodes": 2}, [], "35 is no multiple of the 2 nodes"),
-        ({"num_canonical_nodes": 3, "initial_physical_nodes": 2}, [], "does not resume.*evenly divisible"),
+        (
+            {"num_canonical_nodes": 2, "initial_physical_nodes": 2},
+            [],
+            "35 is no multiple of the 2 nodes",
+        ),
+        (
+            {"num_canonical_nodes": 3, "initial_physical_nodes": 2},
+            [],
+            "does not resume.*evenly divisible",
+        ),
         ({"sample_in_epoch": None}, [], "does not resume.*TypeError"),
     ],
 )
@@ -166,7 +208,11 @@ def test_a_state_that_does_not_say_what_is_left_is_refused(
 ) -> None:
     (folder / "state.json").write_text(json.dumps(STATE | state))
 
-    printed = " ".join(invoke(folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy", *more).split())
+    printed = " ".join(
+        invoke(
+            folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy", *more
+        ).split()
+    )
     assert printed.startswith("ConfigError: ")
     assert re.search(reason, printed), printed
 
@@ -185,7 +231,9 @@ def test_a_library_that_is_not_here_is_named_with_what_to_install(
 def test_a_state_without_a_field_is_refused_by_its_name(folder: Path) -> None:
     (folder / "state.json").write_text("{}")
 
-    assert "the state has no 'epoch'" in invoke(folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy")
+    assert "the state has no 'epoch'" in invoke(
+        folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy"
+    )
 
 
 # --- LitData ---------------------------------------------------------------------------------------------------------
@@ -253,7 +301,8 @@ class LitRank:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "batches", "shuffle"), [(1, 6, True), (1, 25, False), (2, 1, True), (2, 9, True), (2, 9, False)]
+    ("ranks", "batches", "shuffle"),
+    [(1, 6, True), (1, 25, False), (2, 1, True), (2, 9, True), (2, 9, False)],
 )
 def test_what_litdata_had_not_read_on_any_rank_is_read_here(
     optimised: Path, ranks: int, batches: int, shuffle: bool
@@ -265,9 +314,14 @@ def test_what_litdata_had_not_read_on_any_rank_is_read_here(
     assert len(seen) == ranks * batches * 4
     assert not {*seen} & {*rest}
 
-    source = invoke(optimised, "litdata", "state.json", "litdata:optimised:text", "--output", "seen.npy")
+    source = invoke(
+        optimised, "litdata", "state.json", "litdata:optimised:text", "--output", "seen.npy"
+    )
     dropped = SAMPLES - len(seen) - len(rest)
-    assert f"# {len(seen)} of {SAMPLES} samples of the epoch were read, and {len(rest)} are left" in source
+    assert (
+        f"# {len(seen)} of {SAMPLES} samples of the epoch were read, and {len(rest)} are left"
+        in source
+    )
     assert (f"# {dropped} are in no batch of this epoch: litdata drops" in source) == (dropped > 0)
     read = list(read_here(optimised, source))
     assert sorted(number for epoch, number in read if epoch == 0) == sorted(rest)
@@ -313,5 +367,7 @@ def test_a_state_of_litdata_that_does_not_say_what_is_left_is_refused(
     state = LitRank(optimised, 0, 1, shuffle=True).loader.state_dict()["dataset"]
     (optimised / "state.json").write_text(json.dumps(state | change))
 
-    printed = invoke(optimised, "litdata", "state.json", "litdata:optimised:text", "--output", "seen.npy")
+    printed = invoke(
+        optimised, "litdata", "state.json", "litdata:optimised:text", "--output", "seen.npy"
+    )
     assert reason in " ".join(printed.split())

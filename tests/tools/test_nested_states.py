@@ -26,7 +26,9 @@ def tree(policy: str = "soft_sequential") -> dict[str, Any]:
     """A mixture file over the corpus with the tree of ``three_levels``."""
     inner = {"policy": policy, "alias": "inner", "children": [{"source": PROSE}, {"source": WIKI}]}
     rest = {"policy": policy, "alias": "rest", "children": [{"source": DOCS}, inner]}
-    return mixture(mixture={"policy": policy, "children": [{"source": CODE, "alias": "code"}, rest]})
+    return mixture(
+        mixture={"policy": policy, "children": [{"source": CODE, "alias": "code"}, rest]}
+    )
 
 
 def content_of(document: Any, folder: Path, policy: str | None = "soft_sequential") -> Content:
@@ -35,13 +37,23 @@ def content_of(document: Any, folder: Path, policy: str | None = "soft_sequentia
     return read(path, find(path), parsed(tree(policy)) if policy else None)
 
 
-SHAPES: list[tuple[Shape, bool]] = [("counts", True), ("counts", False), ("output alone", False), ("nothing", True)]
+SHAPES: list[tuple[Shape, bool]] = [
+    ("counts", True),
+    ("counts", False),
+    ("output alone", False),
+    ("nothing", True),
+]
 
 
 @pytest.mark.parametrize(("shape", "by_child"), SHAPES)
-@pytest.mark.parametrize("wrapped", [dict, in_process, in_workers, lambda state: {"trainer": [0, {"data": state}]}])
+@pytest.mark.parametrize(
+    "wrapped", [dict, in_process, in_workers, lambda state: {"trainer": [0, {"data": state}]}]
+)
 def test_the_counts_of_every_level_are_those_that_its_loader_had(
-    shape: Shape, by_child: bool, wrapped: Callable[[dict[str, Any]], dict[str, Any]], tmp_path: Path
+    shape: Shape,
+    by_child: bool,
+    wrapped: Callable[[dict[str, Any]], dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     loader = three_levels(30)
     content = content_of(wrapped(loader.state(shape, by_child=by_child)), tmp_path)
@@ -55,11 +67,17 @@ def test_the_counts_of_every_level_are_those_that_its_loader_had(
     (_, rest), (_, inner) = loader.children, loader.children[1].children  # type: ignore[union-attr]
     levels = [loader, rest, inner]
     assert [[child.samples for child in node.children] for node in content.nodes] == [
-        [child.examples for child in level.children] for level in levels if isinstance(level, OldInterleaved)
+        [child.examples for child in level.children]
+        for level in levels
+        if isinstance(level, OldInterleaved)
     ]
     assert [node.name for node in content.nodes] == ["the root", "rest", "inner"]
-    said = ["examples_per_dataset: missing: its loader would count from 0 again; here it follows from "]
-    assert [line.removesuffix("child_states") for line in faults(content)] == ([] if by_child else said)
+    said = [
+        "examples_per_dataset: missing: its loader would count from 0 again; here it follows from "
+    ]
+    assert [line.removesuffix("child_states") for line in faults(content)] == (
+        [] if by_child else said
+    )
 
 
 def soft(remaining: list[tuple[int, int]]) -> list[float]:
@@ -98,7 +116,9 @@ def test_without_a_mixture_the_tree_is_shown_and_what_is_missing_is_named(tmp_pa
         "child_states.1.child_states.1.child_states.1",
     ]
     # Fixed probabilities are weights; of a rule in code the state says nothing.
-    assert [chance.with_counters for chance in chances(content, rest)] == pytest.approx([0.25, 0.75])
+    assert [chance.with_counters for chance in chances(content, rest)] == pytest.approx(
+        [0.25, 0.75]
+    )
     assert missing(content, root) == ["policy: found None; --mixture FILE says it"]
     assert faults(content)[0].startswith("policies and specs: missing")
 
@@ -125,14 +145,24 @@ def test_what_the_state_lacks_is_measured_from_the_data(tmp_path: Path) -> None:
     (folder / "mixture.yaml").write_text(yaml.safe_dump(tree()))
     loader = three_levels(30)
     (folder / "state.json").write_text(json.dumps(loader.state("nothing")))
-    command = ("checkpoint", "probabilities", folder / "state.json", "--mixture", folder / "mixture.yaml")
+    command = (
+        "checkpoint",
+        "probabilities",
+        folder / "state.json",
+        "--mixture",
+        folder / "mixture.yaml",
+    )
     status, printed = run(*command, "--json")
     assert status == 0
     nodes = json.loads(printed)
     state = state_of(import_into(order_of(folder, tree()), loader.state("nothing")))
     for node, children in zip(nodes, state.nodes, strict=True):
-        assert [child["samples"] for child in node["children"]] == [child.samples for child in children]
-        kept = soft([(child["total"] - child["samples"], child["total"]) for child in node["children"]])
+        assert [child["samples"] for child in node["children"]] == [
+            child.samples for child in children
+        ]
+        kept = soft(
+            [(child["total"] - child["samples"], child["total"]) for child in node["children"]]
+        )
         assert [child["with_counters"] for child in node["children"]] == pytest.approx(kept)
 
     # Where the data are not there, what they would have said is named, and nothing is computed.
@@ -156,28 +186,46 @@ def test_an_older_payload_under_a_policy_that_estimates_is_computed_from_the_dat
     spec = CODE.replace("data", f"{folder}/data", 1)
     datasets = [{"spec": spec, "shard": "data/code-1.parquet", "row_offset": 3, **said}]
     (folder / "state.json").write_text(json.dumps({"dataset": {"datasets": datasets}}))
-    command = ("checkpoint", "probabilities", folder / "state.json", "--mixture", folder / "mixture.yaml", "--json")
+    command = (
+        "checkpoint",
+        "probabilities",
+        folder / "state.json",
+        "--mixture",
+        folder / "mixture.yaml",
+        "--json",
+    )
     status, printed = run(*command)
     assert status == 0
     code, rest = json.loads(printed)[0]["children"]
     rows = [*ROWS[CODE][0], *ROWS[CODE][1]]
-    read, rest_tokens = (sum(len(row or ()) + bool(row) for row in part) for part in (rows[:17], rows[17:]))
+    read, rest_tokens = (
+        sum(len(row or ()) + bool(row) for row in part) for part in (rows[:17], rows[17:])
+    )
     assert code["samples"] == (50 if said else pytest.approx(read // 8, abs=3))
     assert code["total"] - code["samples"] == pytest.approx(rest_tokens // 8, abs=3)
     assert code["with_counters"] == pytest.approx(1 - code["samples"] / code["total"], abs=0.01)
     assert rest["without_counters"] == pytest.approx(0)
     status, printed = run("checkpoint", "show", *command[2:])
-    assert [child["samples"] for child in json.loads(printed)["nodes"][0]["children"]] == [50 if said else 0, 0]
+    assert [child["samples"] for child in json.loads(printed)["nodes"][0]["children"]] == [
+        50 if said else 0,
+        0,
+    ]
 
 
 def test_a_mixture_of_another_shape_is_refused_by_place(tmp_path: Path) -> None:
     state = three_levels(30).state()
     state["child_states"].append(None)
-    with pytest.raises(SnapshotInvalid, match=r"^the state: found 3 datasets within, but the mixture file has 2 chil"):
+    with pytest.raises(
+        SnapshotInvalid,
+        match=r"^the state: found 3 datasets within, but the mixture file has 2 chil",
+    ):
         content_of(state, tmp_path)
     state = three_levels(30).state()
     state["child_states"][0] = state["child_states"][1]
-    with pytest.raises(SnapshotInvalid, match=r"^child_states\.0: found 2 datasets within, but the mixture file has 0"):
+    with pytest.raises(
+        SnapshotInvalid,
+        match=r"^child_states\.0: found 2 datasets within, but the mixture file has 0",
+    ):
         content_of(state, tmp_path)
     for _ in range(40):
         state = {"child_states": [state], "datasets_exhausted": [False]}
@@ -191,21 +239,31 @@ def test_what_does_not_add_up_is_suspicious(tmp_path: Path) -> None:
     state["examples_per_dataset"][0] = -3
     assert faults(content_of(state, tmp_path))[:2] == [
         "the root: nothing counts what code gave",
-        "current_example_count: found 12, but its datasets gave " + str(state["examples_per_dataset"][1]),
+        "current_example_count: found 12, but its datasets gave "
+        + str(state["examples_per_dataset"][1]),
     ]
 
 
 @pytest.mark.parametrize(
-    "state", [{"current_example_count": 5, "current_dataset_index": 0}, {"child_states": [], "datasets_exhausted": {}}]
+    "state",
+    [
+        {"current_example_count": 5, "current_dataset_index": 0},
+        {"child_states": [], "datasets_exhausted": {}},
+    ],
 )
-def test_a_state_without_datasets_is_shown_with_what_is_missing(state: dict[str, Any], tmp_path: Path) -> None:
+def test_a_state_without_datasets_is_shown_with_what_is_missing(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "state.json").write_text(json.dumps(state))
     status, printed = run("checkpoint", "show", tmp_path / "state.json")
     assert (status, "child_states: found no list" in printed) == (0, True)
 
 
 def test_an_older_payload_is_not_suspicious_for_what_it_may_lack(tmp_path: Path) -> None:
-    resume = {"datasets": [{"spec": CODE, "row_offset": 3, "token_offset": 80}], "total_tokens": 5000}
+    resume = {
+        "datasets": [{"spec": CODE, "row_offset": 3, "token_offset": 80}],
+        "total_tokens": 5000,
+    }
     content = content_of({"resume_state": resume}, tmp_path, None)
     assert content.total_tokens == 5000
     assert [line for line in faults(content) if "datasets" in line] == []
@@ -227,9 +285,14 @@ def save_folder(folder: Path, **states: Any) -> Path:
 
 
 def test_a_folder_is_read_wherever_a_file_is(tmp_path: Path) -> None:
-    folder = save_folder(tmp_path / "checkpoint-9", dataset_state=in_process(three_levels(30).state()))
+    folder = save_folder(
+        tmp_path / "checkpoint-9", dataset_state=in_process(three_levels(30).state())
+    )
     assert find(folder).where == "dataset_state.pt:dataset_state"
-    torch.save(three_levels(30).state(), save_folder(tmp_path / "of-accelerate") / "custom_checkpoint_0.pkl")
+    torch.save(
+        three_levels(30).state(),
+        save_folder(tmp_path / "of-accelerate") / "custom_checkpoint_0.pkl",
+    )
     assert find(tmp_path / "of-accelerate").where == "custom_checkpoint_0.pkl"
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(tree()))
     status, printed = run("checkpoint", "show", folder, "--mixture", tmp_path / "mixture.yaml")
@@ -244,7 +307,10 @@ def test_a_folder_is_read_wherever_a_file_is(tmp_path: Path) -> None:
 def test_the_states_of_several_ranks_are_named(tmp_path: Path) -> None:
     ranks = {f"dataset_state_rank_{rank}": three_levels(30 + rank).state() for rank in (0, 1)}
     folder = save_folder(tmp_path / "checkpoint-9", **ranks)
-    with pytest.raises(SnapshotInvalid, match=r"at 'dataset_state_rank_0\.pt'.*'dataset_state_rank_1\.pt'.*--inside"):
+    with pytest.raises(
+        SnapshotInvalid,
+        match=r"at 'dataset_state_rank_0\.pt'.*'dataset_state_rank_1\.pt'.*--inside",
+    ):
         find(folder)
     assert find(folder, "dataset_state_rank_1.pt").document["current_example_count"] == 31
     status, _ = run("verify", folder, folder, "--inside-a", "dataset_state_rank_1.pt")
@@ -258,5 +324,8 @@ def test_a_folder_without_a_state_says_what_was_looked_into(tmp_path: Path) -> N
     folder = save_folder(tmp_path / "checkpoint-9")
     assert find(folder).document == {"sample_index": 4}  # of all files nothing else
     (folder / "trainer_state.json").unlink()
-    with pytest.raises(SnapshotInvalid, match=r"nor has it a file \(\.json, .*training_args\.bin: torch does not load"):
+    with pytest.raises(
+        SnapshotInvalid,
+        match=r"nor has it a file \(\.json, .*training_args\.bin: torch does not load",
+    ):
         find(folder)

@@ -42,7 +42,9 @@ def mixture(folder: Path) -> Path:
     ]
     document = {"run": "scan", "tokenizer": "bytes", "sequence_length": 8}
     path = folder / "mixture.yaml"
-    path.write_text(yaml.safe_dump(document | {"mixture": {"policy": "weighted", "children": children}}))
+    path.write_text(
+        yaml.safe_dump(document | {"mixture": {"policy": "weighted", "children": children}})
+    )
     return path
 
 
@@ -60,7 +62,9 @@ def test_each_file_is_read_once_and_its_bad_rows_are_kept_up_to_a_bound(tmp_path
     assert (many.rows, many.bad, len(many.reasons)) == (60, 50, LISTED_ROWS)
     assert (ids.rows, ids.bad) == (2, 1)
     assert sum(rows for rows, _, _ in done) == 114 + 1 + 60 + 2
-    assert sum(size for _, _, size in done) == sum(path.stat().st_size for path in tmp_path.glob("*.jsonl"))
+    assert sum(size for _, _, size in done) == sum(
+        path.stat().st_size for path in tmp_path.glob("*.jsonl")
+    )
 
 
 def test_the_command_lists_bad_rows_and_its_status_says_that_there_are_some(
@@ -68,8 +72,14 @@ def test_the_command_lists_bad_rows_and_its_status_says_that_there_are_some(
 ) -> None:
     done = tokenloom("validate", mixture(tmp_path), "--scan")
     assert done.status == 1
-    assert "bad row: source 'jsonl:[ab].jsonl:text': 'a.jsonl': line 102 is malformed JSON" in done.output
-    assert "bad row: source 'jsonl:[ab].jsonl:text': 'a.jsonl': line 104: 'text' is a number" in done.output
+    assert (
+        "bad row: source 'jsonl:[ab].jsonl:text': 'a.jsonl': line 102 is malformed JSON"
+        in done.output
+    )
+    assert (
+        "bad row: source 'jsonl:[ab].jsonl:text': 'a.jsonl': line 104: 'text' is a number"
+        in done.output
+    )
     assert "bad row: 30 more of that file" in done.output
     assert "177 rows: 53 bad, 2 filtered or blank" in done.output
     path = mixture(tmp_path)
@@ -100,9 +110,17 @@ def test_valid_is_said_only_of_what_was_read(tmp_path: Path) -> None:
     order = looking_at(tmp_path, "jsonl:?.jsonl:text")
     assert look(order, 600, 1 << 30) == ("valid", [])
     rest = "--scan reads all"
-    assert look(order, 600, 2_500_000) == (f"valid as far as read: 3 of 7 files, 1 of them whole; {rest}", [])
-    assert look(order, 600, 9_000_000)[0] == f"valid as far as read: 7 of 7 files, 2 of them whole; {rest}"
-    assert look(order, 0, 1 << 30)[0] == f"valid as far as read: 0 of 7 files, 0 of them whole; {rest}"
+    assert look(order, 600, 2_500_000) == (
+        f"valid as far as read: 3 of 7 files, 1 of them whole; {rest}",
+        [],
+    )
+    assert (
+        look(order, 600, 9_000_000)[0]
+        == f"valid as far as read: 7 of 7 files, 2 of them whole; {rest}"
+    )
+    assert (
+        look(order, 0, 1 << 30)[0] == f"valid as far as read: 0 of 7 files, 0 of them whole; {rest}"
+    )
 
 
 def test_files_are_looked_at_evenly_and_a_file_of_each_source_first(
@@ -125,14 +143,22 @@ def test_files_are_looked_at_evenly_and_a_file_of_each_source_first(
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", (LONG + '{"text": "cut').encode(), r"'a\.jsonl': a line near the end is malformed JSON"),
+        (
+            "a.jsonl",
+            (LONG + '{"text": "cut').encode(),
+            r"'a\.jsonl': a line near the end is malformed JSON",
+        ),
         ("a.jsonl", (LONG + '{"text": 7}\n' + LONG).encode(), r"line 9001: 'text' is a number"),
         (
             "a.jsonl.gz",
             gzip.compress(LONG.encode())[:-9],
             r"'a\.jsonl\.gz' cannot be decompressed somewhere after byte",
         ),
-        ("a.jsonl", (LONG + '{"text": "\\ud800"}\n').encode(), r"a line near the end: 'text' has half of a surrogate"),
+        (
+            "a.jsonl",
+            (LONG + '{"text": "\\ud800"}\n').encode(),
+            r"a line near the end: 'text' has half of a surrogate",
+        ),
     ],
 )
 def test_what_a_run_would_meet_is_met(tmp_path: Path, name: str, content: bytes, says: str) -> None:
@@ -141,20 +167,26 @@ def test_what_a_run_would_meet_is_met(tmp_path: Path, name: str, content: bytes,
         look(looking_at(tmp_path, f"jsonl:{name}:text"), 600, 1 << 30)
     # And where bad rows are skipped, they are listed.
     if not name.endswith(".gz"):
-        verdict, notes = look(looking_at(tmp_path, f"jsonl:{name}:text", on_bad_row="skip"), 600, 1 << 30)
+        verdict, notes = look(
+            looking_at(tmp_path, f"jsonl:{name}:text", on_bad_row="skip"), 600, 1 << 30
+        )
         assert verdict == "valid"
         assert re.search(f"bad row: .*{says}", "\n".join(notes))
 
 
 def test_the_ends_of_files_that_say_how_many_rows_they_have_are_looked_at(tmp_path: Path) -> None:
     rows = pa.array([b"x" * 300] * 9000 + [b"\xff"], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"text": rows}), tmp_path / "a.parquet", row_group_size=500, compression="none")
+    pq.write_table(
+        pa.table({"text": rows}), tmp_path / "a.parquet", row_group_size=500, compression="none"
+    )
     with pytest.raises(SourceError, match=r"row 9000 .*UTF-8"):
         look(looking_at(tmp_path, "parquet:a.parquet:text"), 600, 3 << 20)
 
 
 def test_a_compressed_file_that_was_not_decoded_whole_is_listed(tmp_path: Path) -> None:
-    text = "".join(json.dumps({"text": random.Random(row).randbytes(400).hex()}) + "\n" for row in range(6000))
+    text = "".join(
+        json.dumps({"text": random.Random(row).randbytes(400).hex()}) + "\n" for row in range(6000)
+    )
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode())[:-9])
     verdict, notes = look(looking_at(tmp_path, "jsonl:a.jsonl.gz:text"), 600, 2 << 20)
     assert verdict.startswith("valid as far as read: 2 of 2 files, 1 of them whole")
@@ -171,7 +203,9 @@ def test_a_compressed_file_that_was_not_decoded_whole_is_listed(tmp_path: Path) 
         ('{"text": null}\n' * 3, "'text' is null in every row"),
     ],
 )
-def test_where_every_row_is_bad_the_reason_is_the_true_one(tmp_path: Path, text: str, says: str) -> None:
+def test_where_every_row_is_bad_the_reason_is_the_true_one(
+    tmp_path: Path, text: str, says: str
+) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(SourceError, match=says):
         looking_at(tmp_path, "jsonl:a.jsonl:text", on_bad_row="skip")
@@ -185,7 +219,9 @@ def test_little_is_read_of_remote_files_that_are_looked_at_and_nothing_is_kept(
         order = looking_at(tmp_path, f"jsonl:s3://{BUCKET}/a.jsonl:text")
         store.requests.clear()
         monkeypatch.setattr(remote, "block_cache", lambda: pytest.fail("the cache was asked"))
-        assert look(order, 600, 2 << 20)[0].startswith("valid as far as read: 2 of 2 files, 1 of them whole")
+        assert look(order, 600, 2 << 20)[0].startswith(
+            "valid as far as read: 2 of 2 files, 1 of them whole"
+        )
     ranges = [re.findall(r"\d+", request.range) for request in store.reads()]
     assert ranges
     assert all(int(last) - int(first) < 64 << 10 for first, last in ranges)

@@ -13,7 +13,12 @@ COUNTERS = {"samples": 602_816_352, "rows": 1_234_567_890, "tokens": 10**12}
 LONG = run_stats(
     sources=[
         source_stats(
-            i, alias=f"web-crawl-part-{i}", loss=2.3456, samples=602_816_352, rows=1_234_567_890, tokens=10**12
+            i,
+            alias=f"web-crawl-part-{i}",
+            loss=2.3456,
+            samples=602_816_352,
+            rows=1_234_567_890,
+            tokens=10**12,
         )
         for i in range(3)
     ],
@@ -32,19 +37,35 @@ def test_at_80_columns_no_cell_is_folded_also_with_losses() -> None:
     assert max(map(len, lines)) <= 80
     for i in range(3):
         shares, counters = (line for line in lines if f"│ web-crawl-part-{i} " in line)
-        assert [cell.strip() for cell in shares.split("│")[2:-1]] == ["50.00%", "50.00%", "50.00%", "50.00%", "2.3456"]
-        assert [cell.strip() for cell in counters.split("│")[2:-1]] == ["603M", "1.23B", "1.00T", "0.42", "2.83K"]
+        assert [cell.strip() for cell in shares.split("│")[2:-1]] == [
+            "50.00%",
+            "50.00%",
+            "50.00%",
+            "50.00%",
+            "2.3456",
+        ]
+        assert [cell.strip() for cell in counters.split("│")[2:-1]] == [
+            "603M",
+            "1.23B",
+            "1.00T",
+            "0.42",
+            "2.83K",
+        ]
 
 
 def test_where_there_is_room_it_is_one_table_with_whole_numbers() -> None:
     lines = printed(LONG, 160)
     (row,) = (line for line in lines if "web-crawl-part-0" in line)
-    assert {"602,816,352", "1,234,567,890", "1,000,000,000,000", "2.3456"} <= {cell.strip() for cell in row.split("│")}
+    assert {"602,816,352", "1,234,567,890", "1,000,000,000,000", "2.3456"} <= {
+        cell.strip() for cell in row.split("│")
+    }
 
 
 def test_readers_have_a_line_for_each_source_and_node() -> None:
     work = "12 answers, 1,000,000 tokens, 41.5 ns of CPU per token"
-    assert [line for line in printed(run_stats(readers=readers_stats()), 200) if "readers" in line] == [
+    assert [
+        line for line in printed(run_stats(readers=readers_stats()), 200) if "readers" in line
+    ] == [
         f"readers of code: {work}, 5,000 rows ahead, asked again 3 times",
         f"readers on a-node: 4 CPUs, {work}",
     ]

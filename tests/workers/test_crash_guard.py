@@ -44,11 +44,17 @@ deadly(engine.TokenizersEngine)
 
 
 def guard_of(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, death: signal.Signals, last_words: str = "", loading: bool = False
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    death: signal.Signals,
+    last_words: str = "",
+    loading: bool = False,
 ) -> CrashGuard:
     (folder / "sitecustomize.py").write_text(_SITE)
     write_tokenizer(folder / "tokenizer.json", ["one two"])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    )
     monkeypatch.setenv("DEATH", str(int(death)))
     monkeypatch.setenv("LAST_WORDS", last_words)
     if loading:
@@ -57,7 +63,9 @@ def guard_of(
     engine = TokenizersEngine(definition, "parse")
     record = astuple(EngineRecord(definition.digest, engine.name, engine.version))
     description = EngineDescription("tokenizer.json", str(folder), False, "parse", record)
-    return CrashGuard(engine, description, None, source_id=0, spec="a", shard_paths=["b"], skip_bad=True)
+    return CrashGuard(
+        engine, description, None, source_id=0, spec="a", shard_paths=["b"], skip_bad=True
+    )
 
 
 def test_a_crash_of_both_engines_makes_a_bad_row_and_the_others_have_their_ids(
@@ -65,18 +73,33 @@ def test_a_crash_of_both_engines_makes_a_bad_row_and_the_others_have_their_ids(
 ) -> None:
     guard = guard_of(tmp_path, monkeypatch, signal.SIGSEGV)
     encoded, bad = guard.encode(arrays.strings(["one", "deadly", "two"]), 7, 0)
-    assert [(row.position, "row 8: a process that encodes" in row.reason) for row in bad] == [(1, True)]
+    assert [(row.position, "row 8: a process that encodes" in row.reason) for row in bad] == [
+        (1, True)
+    ]
     expected = TokenizersEngine(find_tokenizer("tokenizer.json", tmp_path), "parse").encode(
         arrays.strings(["one", "", "two"])
     )
-    assert (encoded.values.tolist(), encoded.ends.tolist()) == (expected.values.tolist(), expected.ends.tolist())
+    assert (encoded.values.tolist(), encoded.ends.tolist()) == (
+        expected.values.tolist(),
+        expected.ends.tolist(),
+    )
 
 
 @pytest.mark.parametrize(
     ("death", "last_words", "loading", "says"),
     [
-        (signal.SIGKILL, "", False, r"row 8: a tokeniser in a process of its own failed: .* ended with -9"),
-        (signal.SIGABRT, "memory allocation of 64 bytes failed", False, r"row 8: .* had no memory left"),
+        (
+            signal.SIGKILL,
+            "",
+            False,
+            r"row 8: a tokeniser in a process of its own failed: .* ended with -9",
+        ),
+        (
+            signal.SIGABRT,
+            "memory allocation of 64 bytes failed",
+            False,
+            r"row 8: .* had no memory left",
+        ),
         (signal.SIGILL, "", True, r"row 7: a process that loads the tokeniser was ended by SIGILL"),
     ],
     ids=["killed", "no memory", "while it loads"],

@@ -51,7 +51,13 @@ def test_rows_at_which_the_process_died_twice_are_suspected_and_no_others(tmp_pa
     die_at(tmp_path, (3, 1, 150, 300), (5, 0, 0, 50))
     with started(tmp_path) as records:
         assert records.suspected(3, 1, 0, 1000) == [SuspectRows(3, 1, 150, 200, deaths=2)]
-        for elsewhere in ((3, 1, 0, 150), (3, 1, 200, 1000), (3, 0, 0, 1000), (4, 0, 0, 50), (5, 0, 0, 50)):
+        for elsewhere in (
+            (3, 1, 0, 150),
+            (3, 1, 200, 1000),
+            (3, 0, 0, 1000),
+            (4, 0, 0, 50),
+            (5, 0, 0, 50),
+        ):
             assert records.suspected(*elsewhere) == []
 
 
@@ -75,7 +81,9 @@ def test_what_the_verdict_proves_is_kept_and_what_it_clears_is_not(tmp_path: Pat
         assert records.suspected(0, 0, 14, 100) == []
 
 
-def test_an_orderly_end_leaves_nothing_behind_and_a_process_at_work_is_left_alone(tmp_path: Path) -> None:
+def test_an_orderly_end_leaves_nothing_behind_and_a_process_at_work_is_left_alone(
+    tmp_path: Path,
+) -> None:
     with started(tmp_path) as one:
         with one.noting(0, 0, 0, 10), started(tmp_path) as other:
             assert other.suspected(0, 0, 0, 10) == []
@@ -91,7 +99,9 @@ def test_a_run_whose_name_begins_alike_has_its_own(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_list_that_cannot_be_read_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_list_that_cannot_be_read_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "run@suspects.json").write_text("{", encoding="utf-8")
     with started(tmp_path) as records:
         assert records.suspected(0, 0, 0, 10) == []

@@ -34,8 +34,17 @@ CHAT = (
     "{% for one in messages %}{{ one.role }}{% generation %}{{ one.content + '' }}{% endgeneration %}{% endfor %}"
     "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}"
 )
-JSONL, PARQUET, ARROW, TXT = "jsonl:a-*.jsonl:text", "parquet:p-*.parquet:text", "arrow:saved:text", "txt:t-*.txt:text"
-PARAGRAPHS, BAD, CHATS = "txt:t-*.txt:paragraph", "jsonl:bad-*.jsonl:text", "jsonl:chats.jsonl:messages"
+JSONL, PARQUET, ARROW, TXT = (
+    "jsonl:a-*.jsonl:text",
+    "parquet:p-*.parquet:text",
+    "arrow:saved:text",
+    "txt:t-*.txt:text",
+)
+PARAGRAPHS, BAD, CHATS = (
+    "txt:t-*.txt:paragraph",
+    "jsonl:bad-*.jsonl:text",
+    "jsonl:chats.jsonl:messages",
+)
 BROKEN = "parquet:broken-*.parquet:text"
 ROWS = {"shuffle": "rows", "shuffle_window_rows": 7}
 FIM = {"fim": {"rate": 0.6, "ids": {"prefix": 258, "middle": 259, "suffix": 260}}}
@@ -44,12 +53,16 @@ FIM = {"fim": {"rate": 0.6, "ids": {"prefix": 258, "middle": 259, "suffix": 260}
 def rows_of(count: int, salt: int) -> list[dict[str, Any]]:
     """Texts with a title and a score; some are empty, one is long."""
     texts = [*text_rows(count - 1, salt, 9), " ".join(map(str, numbers(150, salt, 0, 100)))]
-    return [{"text": text, "title": f"t{i % 4}", "score": i % 5 / 4} for i, text in enumerate(texts)]
+    return [
+        {"text": text, "title": f"t{i % 4}", "score": i % 5 / 4} for i, text in enumerate(texts)
+    ]
 
 
 def write_lines(path: Path, rows: Sequence[Any]) -> None:
     """JSON lines; a text is a line as it is."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,37 +70,58 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     for number, count in enumerate((17, 0, 26)):
         rows = rows_of(count, number) if count else []
-        write_lines(folder / f"a-{number}.jsonl", [*rows[:3], "", *rows[3:9], "  ", *rows[9:]] if rows else [])
+        write_lines(
+            folder / f"a-{number}.jsonl",
+            [*rows[:3], "", *rows[3:9], "  ", *rows[9:]] if rows else [],
+        )
         kinds = pa.schema({"text": pa.string(), "title": pa.string(), "score": pa.float64()})
         table = pa.Table.from_pylist([row | {"text": row["text"] or None} for row in rows], kinds)
         write_table(folder / f"p-{number}.parquet", table, 3)
         (folder / f"t-{number}.txt").write_text("\n\n".join(row["text"] for row in rows))
     write_table(folder / "saved/data.arrow", pa.Table.from_pylist(rows_of(31, 5)), 4)
-    write_lines(folder / "bad-0.jsonl", [*rows_of(12, 7), "{", *rows_of(9, 8), '{"text": 5}', *rows_of(6, 9)])
+    write_lines(
+        folder / "bad-0.jsonl",
+        [*rows_of(12, 7), "{", *rows_of(9, 8), '{"text": 5}', *rows_of(6, 9)],
+    )
     write_lines(folder / "bad-1.jsonl", [*rows_of(8, 10), '{"text": "\\ud800"}', *rows_of(5, 11)])
     for number in range(4):
-        write_table(folder / f"broken-{number}.parquet", pa.Table.from_pylist(rows_of(7, 20 + number)), 3)
+        write_table(
+            folder / f"broken-{number}.parquet", pa.Table.from_pylist(rows_of(7, 20 + number)), 3
+        )
     # In its rows: what says which there are is looked at before the run begins.
     data = bytearray((folder / "broken-2.parquet").read_bytes())
     data[20:120] = b"\xff" * 100
     (folder / "broken-2.parquet").write_bytes(data)
-    said = [[{"role": "user", "content": row["text"]}] * (1 + i % 2) for i, row in enumerate(rows_of(30, 12))]
+    said = [
+        [{"role": "user", "content": row["text"]}] * (1 + i % 2)
+        for i, row in enumerate(rows_of(30, 12))
+    ]
     write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in said])
     # The first is a fault of the template's, the second of the line's.
     write_lines(
         folder / "turns.jsonl",
-        [*({"messages": chat} for chat in said[:11]), {"messages": [{"role": "user", "content": "x"}] * 3}, "{"]
+        [
+            *({"messages": chat} for chat in said[:11]),
+            {"messages": [{"role": "user", "content": "x"}] * 3},
+            "{",
+        ]
         + [{"messages": chat} for chat in said[11:]],
     )
     np.save(folder / "seen.npy", np.arange(19 + 28) % 3 == 1)
     write_lines(
         folder / "out.jsonl",
-        [{"spec": JSONL, "shard": f"a-{shard}.jsonl", "row": row} for shard, row in ((0, 2), (0, 3), (0, 11), (2, 5))],
+        [
+            {"spec": JSONL, "shard": f"a-{shard}.jsonl", "row": row}
+            for shard, row in ((0, 2), (0, 3), (0, 11), (2, 5))
+        ],
     )
     write_lines(folder / "grown-0.jsonl", rows_of(11, 13))
     write_lines(
         folder / "out-of-grown.jsonl",
-        [{"spec": "jsonl:grown-*.jsonl:text", "shard": f"grown-{row % 2}.jsonl", "row": row} for row in (3, 4, 6, 7)],
+        [
+            {"spec": "jsonl:grown-*.jsonl:text", "shard": f"grown-{row % 2}.jsonl", "row": row}
+            for row in (3, 4, 6, 7)
+        ],
     )
     (folder / "made.py").write_text(
         "import pyarrow as pa\n"
@@ -126,7 +160,10 @@ class Case(NamedTuple):
 
 
 def seen(folder: Path) -> dict[str, str]:
-    return {"file": "seen.npy", "sha256": hashlib.sha256((folder / "seen.npy").read_bytes()).hexdigest()}
+    return {
+        "file": "seen.npy",
+        "sha256": hashlib.sha256((folder / "seen.npy").read_bytes()).hexdigest(),
+    }
 
 
 SKIP = {"on_bad_row": "skip"}
@@ -134,33 +171,67 @@ WITH_CHATS = {"tokenizer": "tokenizer", "packing": "none"}
 CASES = {
     "parts of epochs, blank lines": Case([{"source": JSONL, "epochs": 2.4}], {"labels": "shifted"}),
     "without end": Case([{"source": TXT, "epochs": "inf"}, {"source": JSONL, "max_tokens": 90}]),
-    "lanes": Case([{"source": JSONL, "epochs": 1.5, "lanes": 3}], {"packing": "none", "long_rows": "split"}),
+    "lanes": Case(
+        [{"source": JSONL, "epochs": 1.5, "lanes": 3}], {"packing": "none", "long_rows": "split"}
+    ),
     "filter, template, best fit": Case(
-        [{"source": PARQUET, "filter": "score >= 0.5", "template": "{title}: {text}", "epochs": 2, **ROWS}],
+        [
+            {
+                "source": PARQUET,
+                "filter": "score >= 0.5",
+                "template": "{title}: {text}",
+                "epochs": 2,
+                **ROWS,
+            }
+        ],
         {"packing": "best_fit", "pack_window_rows": 5},
     ),
-    "rows in lanes": Case([{"source": PARQUET, "lanes": 2, "epochs": 2.5, **ROWS}], {"packing": "none"}),
-    "rows of lines": Case([{"source": JSONL, "epochs": 2, **ROWS}], {"tail": "pad", "labels": "shifted"}),
+    "rows in lanes": Case(
+        [{"source": PARQUET, "lanes": 2, "epochs": 2.5, **ROWS}], {"packing": "none"}
+    ),
+    "rows of lines": Case(
+        [{"source": JSONL, "epochs": 2, **ROWS}], {"tail": "pad", "labels": "shifted"}
+    ),
     "fim, shuffled files": Case(
-        [{"source": PARQUET, "shuffle": "shards", "epochs": 3, **FIM}, {"source": ARROW, **ROWS, **FIM}],
+        [
+            {"source": PARQUET, "shuffle": "shards", "epochs": 3, **FIM},
+            {"source": ARROW, **ROWS, **FIM},
+        ],
         {"vocab_size": 300},
     ),
-    "holdout": Case([{"source": JSONL, "holdout": 0.3, **ROWS}, {"source": PARQUET, "holdout": 0.3, "epochs": 2}]),
-    "held out": Case([{"source": JSONL, "holdout": 0.4, **ROWS}, {"source": ARROW, "holdout": 0.4}], held_out=True),
+    "holdout": Case(
+        [
+            {"source": JSONL, "holdout": 0.3, **ROWS},
+            {"source": PARQUET, "holdout": 0.3, "epochs": 2},
+        ]
+    ),
+    "held out": Case(
+        [{"source": JSONL, "holdout": 0.4, **ROWS}, {"source": ARROW, "holdout": 0.4}],
+        held_out=True,
+    ),
     "seen": Case([{"source": JSONL, "seen": seen, "epochs": 2}], {"packing": "best_fit"}),
     "bad rows": Case([{"source": BAD, "epochs": 3, **ROWS}, {"source": PARAGRAPHS}], SKIP),
-    "a bad row too many": Case([{"source": BAD, "max_bad_rows": 2}, {"source": TXT}], SKIP, error="max_bad_rows"),
-    "a bad row too many of a window": Case([{"source": BAD, "max_bad_rows": 1, **ROWS}], SKIP, error="max_bad_rows"),
+    "a bad row too many": Case(
+        [{"source": BAD, "max_bad_rows": 2}, {"source": TXT}], SKIP, error="max_bad_rows"
+    ),
+    "a bad row too many of a window": Case(
+        [{"source": BAD, "max_bad_rows": 1, **ROWS}], SKIP, error="max_bad_rows"
+    ),
     "a bad row": Case([{"source": BAD}, {"source": TXT}], error="bad-0.jsonl"),
     "a bad row of a window": Case([{"source": BAD, **ROWS}, {"source": TXT}], error="bad-"),
     "a bad row of a lane": Case([{"source": BAD, "lanes": 3}, {"source": TXT}], error="bad-"),
     "a file that is broken": Case([{"source": BROKEN}], error="broken-2"),
     "chats": Case(
-        [{"source": CHATS, "template": "chat", "epochs": 2}, {"source": TXT}], WITH_CHATS | {"packing": "best_fit"}
+        [{"source": CHATS, "template": "chat", "epochs": 2}, {"source": TXT}],
+        WITH_CHATS | {"packing": "best_fit"},
     ),
-    "bad chats": Case([{"source": "jsonl:turns.jsonl:messages", "template": "chat", **ROWS}], WITH_CHATS | SKIP),
+    "bad chats": Case(
+        [{"source": "jsonl:turns.jsonl:messages", "template": "chat", **ROWS}], WITH_CHATS | SKIP
+    ),
     "a bad chat": Case(
-        [{"source": "jsonl:turns.jsonl:messages", "template": "chat"}], WITH_CHATS, error="row 11: the chat template"
+        [{"source": "jsonl:turns.jsonl:messages", "template": "chat"}],
+        WITH_CHATS,
+        error="row 11: the chat template",
     ),
     "bad chats of one window": Case(
         [{"source": "jsonl:turns.jsonl:messages", "template": "chat", "shuffle": "rows"}],
@@ -173,19 +244,30 @@ CASES = {
         {
             "phases": [
                 {"until_tokens": 400},
-                {"mixture": {"policy": "weighted", "children": [{"source": PARQUET, "epochs": 2}, {"source": JSONL}]}},
+                {
+                    "mixture": {
+                        "policy": "weighted",
+                        "children": [{"source": PARQUET, "epochs": 2}, {"source": JSONL}],
+                    }
+                },
             ]
         },
     ),
     "files that are appended": Case(
         [{"source": "jsonl:grown-*.jsonl:text", "epochs": 3}, {"source": TXT}],
-        changes={9: {"append_files": ["jsonl:grown-*.jsonl:text"]}, 20: {"exclude": {"file": "out-of-grown.jsonl"}}},
+        changes={
+            9: {"append_files": ["jsonl:grown-*.jsonl:text"]},
+            20: {"exclude": {"file": "out-of-grown.jsonl"}},
+        },
     ),
     "revisions": Case(
         [{"source": JSONL, "alias": "a", "epochs": 2}, {"source": PARQUET, "alias": "p"}],
         changes={
             9: {"exclude": {"file": "out.jsonl"}},
-            20: {"add": [{"child": {"source": ARROW, "lanes": 2}}], "set": [{"child": "p", "paused": True}]},
+            20: {
+                "add": [{"child": {"source": ARROW, "lanes": 2}}],
+                "set": [{"child": "p", "paused": True}],
+            },
             40: {"drop": ["a"], "set": [{"child": "p", "paused": False, "weight": 3}]},
             55: {"add": [{"child": {"source": JSONL}}]},
             60: {"skip": 7},
@@ -195,15 +277,27 @@ CASES = {
 
 
 def timeline_of(case: Case, folder: Path) -> Timeline:
-    sources = [{name: of(folder) if callable(of) else of for name, of in source.items()} for source in case.sources]
-    document = mixture(mixture={"policy": "least_consumed", "children": sources}, **{"sequence_length": 24, **case.run})
+    sources = [
+        {name: of(folder) if callable(of) else of for name, of in source.items()}
+        for source in case.sources
+    ]
+    document = mixture(
+        mixture={"policy": "least_consumed", "children": sources},
+        **{"sequence_length": 24, **case.run},
+    )
     catalog = open_catalog(transforms=["made:of"]) if "transform" in sources[0] else CATALOG
-    order = builder.create(config.parse(document, where="mixture.yaml", catalog=catalog), folder, None)
+    order = builder.create(
+        config.parse(document, where="mixture.yaml", catalog=catalog), folder, None
+    )
     timeline = Timeline(builder.aside(order, order.config) if case.held_out else order)
     for index, change in case.changes.items():
         if "append_files" in change:
             write_lines(folder / "grown-1.jsonl", rows_of(14, 14))
-        timeline = skipping(timeline, index, change["skip"]) if "skip" in change else revised(timeline, index, **change)
+        timeline = (
+            skipping(timeline, index, change["skip"])
+            if "skip" in change
+            else revised(timeline, index, **change)
+        )
     return timeline
 
 
@@ -222,7 +316,9 @@ def given(timeline: Timeline, state: State, most: int, *, ahead: bool = False) -
     states: list[State] = []
     end = None
     while end is None and len(samples) < most:
-        plan = BatchPlan(start_index=state.sample_index, world_size=1, batch_size=1, group_micro_steps=32)
+        plan = BatchPlan(
+            start_index=state.sample_index, world_size=1, batch_size=1, group_micro_steps=32
+        )
         group = pipeline.begin_group(plan)
         try:
             while pipeline.ended is None and len(group.marks) < min(32, most - len(samples)):
@@ -232,7 +328,13 @@ def given(timeline: Timeline, state: State, most: int, *, ahead: bool = False) -
             end = f"{error.name}: {error}"
         for step in range(len(group.marks)):
             starts = group.document_starts(0, step, step + 1)[1].tolist()
-            samples.append((int(group.source_ids[0, step, 0]), group.ids(0, step, step + 1)[0].tobytes(), starts))
+            samples.append(
+                (
+                    int(group.source_ids[0, step, 0]),
+                    group.ids(0, step, step + 1)[0].tobytes(),
+                    starts,
+                )
+            )
             states.append(group.state_after(step))
     return Given(end, states, samples)
 
@@ -263,7 +365,9 @@ def test_a_run_with_readers_is_the_run_without(name: str, folder: Path) -> None:
             assert given(timeline, state, AFTER, ahead=True) == rest
     readers.close()
     assert readers.requests > 0
-    for order in {id(order := timeline.at(index)): order for index in (0, len(expected.states))}.values():
+    for order in {
+        id(order := timeline.at(index)): order for index in (0, len(expected.states))
+    }.values():
         again = rebuild(describe(order))
         assert describe(again) == describe(order)
         again.resources.close()

@@ -39,10 +39,15 @@ def stats_where(server: ServerProcess, found: Any) -> Any:
 
 def metrics_of(server: ServerProcess) -> dict[str, float]:
     lines = server.request("GET", "/metrics").text.splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
+    }
 
 
-def test_readers_are_seen_at_work_and_in_want_of_it(tmp_path: Path, tokenloom: CommandLine, browser: Browser) -> None:
+def test_readers_are_seen_at_work_and_in_want_of_it(
+    tmp_path: Path, tokenloom: CommandLine, browser: Browser
+) -> None:
     from ray.util.placement_group import placement_group, remove_placement_group
 
     node, flags = platform.node(), ["--readers", "auto"]
@@ -65,14 +70,27 @@ def test_readers_are_seen_at_work_and_in_want_of_it(tmp_path: Path, tokenloom: C
                 assert wait["waiting_reason"] == "readers"
                 said = r"readers: rows from 0 on of docs: docs\.jsonl \(for \d+ s; no CPU is free for a task of 1 CPU\)"
                 assert re.fullmatch(said, wait["waiting_for"])
-                assert metrics_of(server)[f'tokenloom_waiting{{reason="readers",run="{RUN}",stream="train"}}'] == 1
+                assert (
+                    metrics_of(server)[
+                        f'tokenloom_waiting{{reason="readers",run="{RUN}",stream="train"}}'
+                    ]
+                    == 1
+                )
                 (asked,) = wait["readers"]["sources"]
                 assert asked["waiting_for"].startswith("readers: rows from 0 on")
-                assert "waiting for readers: rows from 0" in tokenloom("stats", server.rest_url, "--run", RUN).output
+                assert (
+                    "waiting for readers: rows from 0"
+                    in tokenloom("stats", server.rest_url, "--run", RUN).output
+                )
 
                 kill_child()
-                away = stats_where(server, lambda stats: "ended with status -9)" in stats["waiting_for"])
-                assert away["readers"]["away"] == "Ray is away: the process that speaks to it ended with status -9"
+                away = stats_where(
+                    server, lambda stats: "ended with status -9)" in stats["waiting_for"]
+                )
+                assert (
+                    away["readers"]["away"]
+                    == "Ray is away: the process that speaks to it ended with status -9"
+                )
                 stats_where(server, lambda stats: not stats["readers"]["away"])
                 remove_placement_group(others)
                 trainer.join(240)
@@ -83,7 +101,12 @@ def test_readers_are_seen_at_work_and_in_want_of_it(tmp_path: Path, tokenloom: C
             assert at["ns_per_token"] == pytest.approx(1e9 * at["cpu_s"] / at["tokens"], 0.01)
             metrics, labels = metrics_of(server), f'run="{RUN}",source="docs",stream="train"'
             assert metrics[f"tokenloom_reader_asked_again_total{{{labels}}}"] == done["asked_again"]
-            assert metrics[f'tokenloom_reader_tokens_total{{node="{node}",run="{RUN}",stream="train"}}'] >= at["tokens"]
+            assert (
+                metrics[
+                    f'tokenloom_reader_tokens_total{{node="{node}",run="{RUN}",stream="train"}}'
+                ]
+                >= at["tokens"]
+            )
             asked_for = set(re.findall(r"tokenloom_reader_\w+", BOARD.read_text(encoding="utf-8")))
             assert len(asked_for) == 4 and asked_for <= {name.partition("{")[0] for name in metrics}
             shown = tokenloom("stats", server.rest_url, "--run", RUN).output

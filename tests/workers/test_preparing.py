@@ -87,8 +87,15 @@ def test_any_number_of_workers_make_the_bytes_of_threads_in_folders_and_object_s
     urls = (str(tmp_path / "out"), f"s3://{BUCKET}/out")
     with on_ray(cluster.address, nodes) as make_all:
         for out in urls:
-            done = prepare(job, out, on_done=lambda n, *_: shards.append(n), on_kept=nothing, make_all=make_all)
-            assert (done.rows, done.bad_rows, done.tokens, done.shards) == (whole.rows, 1, whole.tokens, 9)
+            done = prepare(
+                job, out, on_done=lambda n, *_: shards.append(n), on_kept=nothing, make_all=make_all
+            )
+            assert (done.rows, done.bad_rows, done.tokens, done.shards) == (
+                whole.rows,
+                1,
+                whole.tokens,
+                9,
+            )
             assert shards_of(out) == shards_of(tmp_path / "whole")
             assert "data/0.jsonl': line 8: 'text' is a number" in caplog.text
             caplog.clear()
@@ -96,9 +103,17 @@ def test_any_number_of_workers_make_the_bytes_of_threads_in_folders_and_object_s
         document["mixture"]["children"][0]["max_bad_rows"] = 0
         said = []
         for other in (make_all, None):
-            with pytest.raises(SourceError, match=r"data/0\.jsonl': line 8: 'text' is a number") as caught:
+            with pytest.raises(
+                SourceError, match=r"data/0\.jsonl': line 8: 'text' is a number"
+            ) as caught:
                 out = str(tmp_path / f"bad-{other is None}")
-                prepare(job_of(tmp_path, document), out, on_done=nothing, on_kept=nothing, make_all=other)
+                prepare(
+                    job_of(tmp_path, document),
+                    out,
+                    on_done=nothing,
+                    on_kept=nothing,
+                    make_all=other,
+                )
             said.append((type(caught.value), str(caught.value)))
         assert said[0] == said[1]
     # The second call keeps all, and needs no cluster for it.
@@ -127,7 +142,9 @@ def shards_and_more(place: str) -> dict[str, bytes]:
     return {name: folder.read(name) or b"" for name in folder.entries("")}
 
 
-def test_a_path_that_the_driver_alone_sees_is_refused_before_any_work(cluster: Any, tmp_path: Path) -> None:
+def test_a_path_that_the_driver_alone_sees_is_refused_before_any_work(
+    cluster: Any, tmp_path: Path
+) -> None:
     document = write_texts(tmp_path, files=1)
     folder = os.open(tmp_path, os.O_DIRECTORY)
     # No other process has a folder at this number.
@@ -137,12 +154,22 @@ def test_a_path_that_the_driver_alone_sees_is_refused_before_any_work(cluster: A
     try:
         with on_ray(cluster.address) as make_all:
             for out, source, said in (
-                (f"{alone}/out", "data", f"what the command writes in {alone}/out is not seen here; expected a folder"),
+                (
+                    f"{alone}/out",
+                    "data",
+                    f"what the command writes in {alone}/out is not seen here; expected a folder",
+                ),
                 (f"{tmp_path}/out", f"{alone}/data", f"source .*{alone}/data/0.jsonl"),
             ):
                 document["mixture"]["children"][0]["source"] = f"jsonl:{source}/*.jsonl:text"
                 with pytest.raises(TokenloomError, match=f"^{node}: {said}"):
-                    prepare(job_of(tmp_path, document), out, on_done=nothing, on_kept=nothing, make_all=make_all)
+                    prepare(
+                        job_of(tmp_path, document),
+                        out,
+                        on_done=nothing,
+                        on_kept=nothing,
+                        make_all=make_all,
+                    )
                 assert not shards_of(tmp_path / "out")
                 shutil.rmtree(tmp_path / "out")
     finally:
@@ -162,7 +189,10 @@ def test_the_first_shard_is_asked_for_on_another_node_where_one_has_stopped(
 
     def is_elsewhere() -> bool:
         """Whether the shard is at work on a second node; on the first one its workers have stopped."""
-        held = {psutil.Process(int(path.name.removeprefix("held-by-"))) for path in tmp_path.glob("held-by-*")}
+        held = {
+            psutil.Process(int(path.name.removeprefix("held-by-")))
+            for path in tmp_path.glob("held-by-*")
+        }
         if len({worker.ppid() for worker in held}) == 2:
             return True
         for worker in held:
@@ -177,9 +207,14 @@ def test_the_first_shard_is_asked_for_on_another_node_where_one_has_stopped(
             taken = placement_group([{"CPU": 1, "second": 1}])
             assert taken.wait(30)
             make_all = OnRay(needs, None, nothing)
-            done = pool.submit(prepare, job, tmp_path / "out", on_done=nothing, on_kept=nothing, make_all=make_all)
+            done = pool.submit(
+                prepare, job, tmp_path / "out", on_done=nothing, on_kept=nothing, make_all=make_all
+            )
             try:
-                wait_for(lambda: is_elsewhere() or caplog.text.count("asked for again") == 3, "four attempts")
+                wait_for(
+                    lambda: is_elsewhere() or caplog.text.count("asked for again") == 3,
+                    "four attempts",
+                )
                 remove_placement_group(taken)
                 wait_for(is_elsewhere, "an attempt on the other node")
                 (tmp_path / "go").touch()
@@ -201,7 +236,13 @@ def test_a_node_that_does_not_answer_is_left_out_where_another_one_does(
     raylet = psutil.Process(second.all_processes["raylet"][0].process.pid)
 
     def made(out: str, needs: Needs = NEEDS) -> dict[str, bytes]:
-        prepare(job, tmp_path / out, on_done=nothing, on_kept=nothing, make_all=OnRay(needs, None, nodes.append))
+        prepare(
+            job,
+            tmp_path / out,
+            on_done=nothing,
+            on_kept=nothing,
+            make_all=OnRay(needs, None, nodes.append),
+        )
         return shards_of(tmp_path / out)
 
     with connect(cluster.address, NEEDS, option="--ray"):
@@ -233,14 +274,27 @@ def test_killed_workers_nodes_and_drivers_change_no_byte(
     log, journal = tmp_path / "log", tmp_path / "out/journal.jsonl"
 
     def begin() -> Fork:
-        options = ("--out", "out", "--shard-mb", "1", "--transform", "gate:gate", "--ray", cluster.address)
-        return server_forks().fork(MAIN, ("prepare", "mixture.yaml", *options), output=log, folder=tmp_path)
+        options = (
+            "--out",
+            "out",
+            "--shard-mb",
+            "1",
+            "--transform",
+            "gate:gate",
+            "--ray",
+            cluster.address,
+        )
+        return server_forks().fork(
+            MAIN, ("prepare", "mixture.yaml", *options), output=log, folder=tmp_path
+        )
 
     def held() -> list[int]:
         return [int(path.name.removeprefix("held-by-")) for path in tmp_path.glob("held-by-*")]
 
     driver = begin()
-    wait_for(lambda: len(held()) == 2 and journal.read_bytes().count(b"\n") == 6, "all but two shards")
+    wait_for(
+        lambda: len(held()) == 2 and journal.read_bytes().count(b"\n") == 6, "all but two shards"
+    )
     os.kill(held()[0], signal.SIGKILL)
     wait_for(lambda: len(held()) == 3, "another worker")
     assert "its worker or node was lost: " in log.read_text()
@@ -253,27 +307,50 @@ def test_killed_workers_nodes_and_drivers_change_no_byte(
     driver = begin()
     wait_for(lambda: len(held()) == 2, "the other two shards")
     cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
-    wait_for(lambda: log.read_text().count("its worker or node was lost: ") == 2, "the loss of a node")
+    wait_for(
+        lambda: log.read_text().count("its worker or node was lost: ") == 2, "the loss of a node"
+    )
     (tmp_path / "go").touch()
     assert driver.wait(240) == 0, log.read_text()
     assert "in 8 shards (6 were there already)" in log.read_text()
     assert not (tmp_path / "out/.attempts").exists()
     monkeypatch.chdir(tmp_path)
     with closing(Transform("gate:gate")) as transform:
-        prepare(job_of(tmp_path, document, transform), tmp_path / "whole", on_done=nothing, on_kept=nothing)
+        prepare(
+            job_of(tmp_path, document, transform),
+            tmp_path / "whole",
+            on_done=nothing,
+            on_kept=nothing,
+        )
     assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole")
 
 
 @pytest.mark.readers
-def test_without_memory_on_a_node_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_on_a_node_the_error_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(write_texts(tmp_path, files=1)))
     # All that it has is too much.
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "20")
-    command = ["-m", "tokenloom_server", "prepare", "mixture.yaml", "--ray", "local", "--threads", "1"]
+    command = [
+        "-m",
+        "tokenloom_server",
+        "prepare",
+        "mixture.yaml",
+        "--ray",
+        "local",
+        "--threads",
+        "1",
+    ]
     with ray_folder():
         ended = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, *command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
     assert ended.returncode == 2
     said = "its node had no memory left, and it was killed: say with --ray-memory what it takes"
@@ -284,8 +361,14 @@ def test_without_memory_on_a_node_the_error_says_so(tmp_path: Path, monkeypatch:
     ("options", "said"),
     [
         (("--ray-cpus", "2"), "--ray-cpus, --ray-memory and --ray-resource belong to --ray"),
-        (("--ray", "local", "--ray-resource", "tpu"), "--ray-resource: found 'tpu', expected NAME=AMOUNT"),
-        (("--ray", "local", "--ray-resource", "tpu=-1"), "--ray-resource: found 'tpu=-1', expected NAME=AMOUNT"),
+        (
+            ("--ray", "local", "--ray-resource", "tpu"),
+            "--ray-resource: found 'tpu', expected NAME=AMOUNT",
+        ),
+        (
+            ("--ray", "local", "--ray-resource", "tpu=-1"),
+            "--ray-resource: found 'tpu=-1', expected NAME=AMOUNT",
+        ),
         (("--ray", "here"), "--ray here: expected auto, local, HOST:PORT or ray://HOST:PORT"),
     ],
 )

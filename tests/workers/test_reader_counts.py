@@ -19,7 +19,9 @@ from tokenloom_server.workers.cluster.readers.rows import Answer, Part, Request,
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     """Some rows of a file, with what it took to read them."""
     order = order_of(write_corpus(tmp_path_factory.mktemp("corpus")))
-    return read(order, Request("", order.record.specs.index(DOCS), [Part(0, 0, 9, (0, 0))]), "a-node")
+    return read(
+        order, Request("", order.record.specs.index(DOCS), [Part(0, 0, 9, (0, 0))]), "a-node"
+    )
 
 
 def test_answers_are_counted_by_node_and_source(answer: Answer) -> None:
@@ -50,7 +52,11 @@ def test_nodes_that_come_and_go_without_end_are_one_in_the_end(answer: Answer) -
     for i in range(2 * counts.MOST_NODES):
         done.answered(0, answer._replace(work=Work(f"node-{i}", 0.1)))
     *_, last = nodes = done.stats([], [], "").nodes
-    assert (len(nodes), last.name, last.answers) == (counts.MOST_NODES + 1, "others", counts.MOST_NODES)
+    assert (len(nodes), last.name, last.answers) == (
+        counts.MOST_NODES + 1,
+        "others",
+        counts.MOST_NODES,
+    )
 
 
 def test_of_many_lines_of_a_task_the_first_are_kept() -> None:
@@ -72,6 +78,8 @@ def test_a_worker_closes_what_a_run_holds_once_it_holds_the_run_no_more(
     monkeypatch.setattr("ray.get", lambda reference: reference)
     monkeypatch.setattr(RunResources, "close", lambda self: closed.append(self.base_dir))
     for i in range(5):
-        worker._order(worker.Described(f"run {i}", json.dumps(json.loads(text) | {"base_dir": f"/run-{i}"})))
+        worker._order(
+            worker.Described(f"run {i}", json.dumps(json.loads(text) | {"base_dir": f"/run-{i}"}))
+        )
     assert closed == [Path("/run-0")]
     worker._order.cache_clear()

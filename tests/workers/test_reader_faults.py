@@ -63,7 +63,10 @@ def test_the_order_stays_though_a_worker_dies_and_then_the_process_that_speaks_t
     expected = samples(order)
     before = readers._process
     caplog.set_level(logging.INFO)
-    at = {300: faults.signal(signal.SIGKILL), len(expected) // 3: lambda: os.kill(before.pid, signal.SIGKILL)}
+    at = {
+        300: faults.signal(signal.SIGKILL),
+        len(expected) // 3: lambda: os.kill(before.pid, signal.SIGKILL),
+    }
     assert samples(order_of(folder, DOCUMENT), readers, at) == expected
     assert faults.all_happened()
     # All that was asked for may have been there already when the process was killed.
@@ -74,9 +77,16 @@ def test_the_order_stays_though_a_worker_dies_and_then_the_process_that_speaks_t
 
 @pytest.mark.readers
 def test_the_process_that_speaks_to_ray_may_end_between_an_answer_and_its_memory(
-    folder: Path, readers: RayReaders, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path,
+    readers: RayReaders,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    expected, receive, before = samples(order_of(folder, DOCUMENT)), reduction.recv_handle, readers._process
+    expected, receive, before = (
+        samples(order_of(folder, DOCUMENT)),
+        reduction.recv_handle,
+        readers._process,
+    )
 
     def ends_first(link: Any) -> int:
         monkeypatch.setattr(reduction, "recv_handle", receive)
@@ -89,14 +99,17 @@ def test_the_process_that_speaks_to_ray_may_end_between_an_answer_and_its_memory
 
 
 def test_a_run_without_text_is_refused(folder: Path, readers: RayReaders) -> None:
-    pq.write_table(pa.table({"kind": ["a", "b"] * 8, "row": range(16)}), folder / "data/rows.parquet")
+    pq.write_table(
+        pa.table({"kind": ["a", "b"] * 8, "row": range(16)}), folder / "data/rows.parquet"
+    )
     ids, tensors = flat(["parquet:data/code-*.parquet:ids"]), flat(["parquet:data/rows.parquet:*"])
     for name in ("tokenizer", "sequence_length"):
         del tensors[name]
     tensors |= {"batching": {"bucket_by": "kind", "columns": ["row"]}, "global_batch_size": 2}
     for document in (ids, tensors):
         with pytest.raises(
-            ConfigError, match=r"has no source of text .* cheaper to read than to send, so serve it with"
+            ConfigError,
+            match=r"has no source of text .* cheaper to read than to send, so serve it with",
         ):
             readers.check(order_of(folder, document))
 
@@ -108,7 +121,9 @@ def test_what_is_read_no_more_is_described_no_more(folder: Path, readers: RayRea
     samples(order_of(folder, DOCUMENT), readers)
 
 
-def test_server_and_child_may_both_have_more_to_say_than_a_socket_holds(folder: Path, readers: RayReaders) -> None:
+def test_server_and_child_may_both_have_more_to_say_than_a_socket_holds(
+    folder: Path, readers: RayReaders
+) -> None:
     long = "x" * 1_000_000
 
     def say(count: int, sources: list[int]) -> None:
@@ -133,10 +148,22 @@ def test_server_and_child_may_both_have_more_to_say_than_a_socket_holds(folder: 
             {"RAY_ADDRESS": "127.0.0.1:9"},
             r"--readers auto: nothing answers at \S+:9 .*start one",
         ),
-        ({"local_cpus": 2}, {"FAULTY_NODE": "no ray"}, r"Ray is not installed here: pip install 'tokenloom\[ray\]'"),
-        ({"needs": Needs(8)}, {}, "found 0 CPUs of nodes that have room for a task .* expected 8 CPUs on one"),
+        (
+            {"local_cpus": 2},
+            {"FAULTY_NODE": "no ray"},
+            r"Ray is not installed here: pip install 'tokenloom\[ray\]'",
+        ),
+        (
+            {"needs": Needs(8)},
+            {},
+            "found 0 CPUs of nodes that have room for a task .* expected 8 CPUs on one",
+        ),
         ({"local_cpus": 3}, {}, r"found 2 CPUs of nodes that have room for a task .* 3"),
-        ({"local_cpus": 2}, {}, "the object store of .* has 100,000,000 bytes; expected 200,000,000"),
+        (
+            {"local_cpus": 2},
+            {},
+            "the object store of .* has 100,000,000 bytes; expected 200,000,000",
+        ),
     ],
 )
 def test_readers_that_cannot_be_are_refused(
@@ -153,13 +180,19 @@ def test_readers_that_cannot_be_are_refused(
         RayReaders(ReaderOptions(**{"address": cluster.address} | options))
 
 
-def test_other_words_and_other_servers_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_words_and_other_servers_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for words in ("nonsense", "local:", "local:0", "local:x", "ray://host:1"):
-        with pytest.raises(ConfigError, match=f"--readers: found '{words}', expected auto, or local:N with N CPUs"):
+        with pytest.raises(
+            ConfigError, match=f"--readers: found '{words}', expected auto, or local:N with N CPUs"
+        ):
             Readers(readers=words).options(300)
     monkeypatch.setenv("TOKENLOOM_SERVE_READERS", "local:2")
     (folder / "mixture.yaml").write_text(yaml.safe_dump(DOCUMENT), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"TOKENLOOM_SERVE_READERS is set, .* unset it, or start 'tokenloom serve"):
+    with pytest.raises(
+        ConfigError, match=r"TOKENLOOM_SERVE_READERS is set, .* unset it, or start 'tokenloom serve"
+    ):
         LocalDataset(folder / "mixture.yaml", 1)
 
 

@@ -39,7 +39,9 @@ def faults(folder: Path) -> Iterator[Faults]:
 
 @contextmanager
 def reading(cluster: Any, **options: Any) -> Iterator[RayReaders]:
-    readers = RayReaders(ReaderOptions(**{"address": cluster.address, "late_s": 20, "timeout_s": 90} | options))
+    readers = RayReaders(
+        ReaderOptions(**{"address": cluster.address, "late_s": 20, "timeout_s": 90} | options)
+    )
     try:
         yield readers
     finally:
@@ -87,7 +89,9 @@ def test_a_node_that_differs_is_gone_around_or_named_before_anything_has_begun(
                 readers.check(order_of(folder, DOCUMENT))
 
 
-@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:99])])
+@pytest.mark.parametrize(
+    "change", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:99])]
+)
 def test_a_file_that_changed_for_all_ends_the_run_as_without_readers(
     folder: Path, faults: Faults, change: Callable[[Path], object]
 ) -> None:
@@ -112,23 +116,36 @@ def test_kills_for_memory_are_waited_for_and_count_against_no_document(
     monkeypatch.setenv("RAY_task_oom_retries", "0")
     # What is killed may have its CPU for a moment still.
     said = r"for 15 s: asked again: its node had no memory left, .* killed(; no CPU is free for a task of 1 CPU)?; look"
-    with ray_cluster({}) as cluster, reading(cluster, timeout_s=15) as readers, pytest.raises(SourceError, match=said):
+    with (
+        ray_cluster({}) as cluster,
+        reading(cluster, timeout_s=15) as readers,
+        pytest.raises(SourceError, match=said),
+    ):
         samples(order_of(folder, DOCUMENT), readers)
 
 
 @pytest.mark.parametrize("falls_back", [False, True])
-def test_a_cluster_that_is_away_is_waited_for_and_no_longer(folder: Path, faults: Faults, falls_back: bool) -> None:
+def test_a_cluster_that_is_away_is_waited_for_and_no_longer(
+    folder: Path, faults: Faults, falls_back: bool
+) -> None:
     expected = samples(order_of(folder, DOCUMENT))
-    with ray_cluster({}) as cluster, reading(cluster, late_s=2, timeout_s=6, falls_back=falls_back) as readers:
+    with (
+        ray_cluster({}) as cluster,
+        reading(cluster, late_s=2, timeout_s=6, falls_back=falls_back) as readers,
+    ):
         at = {100: lambda: cluster.head_node.kill_all_processes(check_alive=False)}
         if falls_back:
             assert samples(order_of(folder, DOCUMENT), readers, at) == expected
         else:
-            with pytest.raises(SourceError, match=r"no reader has given them for 6 s: .*; look at the cluster"):
+            with pytest.raises(
+                SourceError, match=r"no reader has given them for 6 s: .*; look at the cluster"
+            ):
                 samples(order_of(folder, DOCUMENT), readers, at)
 
 
-def test_a_run_goes_on_with_a_new_cluster_at_the_address_of_one_that_was_killed(folder: Path, faults: Faults) -> None:
+def test_a_run_goes_on_with_a_new_cluster_at_the_address_of_one_that_was_killed(
+    folder: Path, faults: Faults
+) -> None:
     expected = samples(order_of(folder, DOCUMENT))
     with ray_cluster({}) as cluster:
         port = int(cluster.address.rpartition(":")[2])
@@ -148,7 +165,10 @@ def test_a_document_that_kills_the_tokeniser_is_found_by_its_second_death(
     folder: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(5)
-    texts = [f"{row} " + " ".join(draw.choices(["the", "quick", "brown", "fox"], k=40)) for row in range(900)]
+    texts = [
+        f"{row} " + " ".join(draw.choices(["the", "quick", "brown", "fox"], k=40))
+        for row in range(900)
+    ]
     write_tokenizer(folder / "tokenizer.json", texts)
     texts[700] += " this one kills"
     write_jsonl(folder / "deadly.jsonl", texts)
@@ -159,7 +179,11 @@ def test_a_document_that_kills_the_tokeniser_is_found_by_its_second_death(
         assert samples(order_of(folder, document), readers) == expected
     monkeypatch.setenv("FAULTY_NODE", "GigatokenEngine,TokenizersEngine")
     said = r"row 700: a process that encodes .* was ended by SIGSEGV, and one"
-    with ray_cluster({}) as cluster, reading(cluster) as readers, pytest.raises(TokenizerError, match=said):
+    with (
+        ray_cluster({}) as cluster,
+        reading(cluster) as readers,
+        pytest.raises(TokenizerError, match=said),
+    ):
         samples(order_of(folder, document), readers)
 
 
@@ -168,9 +192,19 @@ def test_a_server_of_two_runs_a_revision_and_a_fork_is_what_it_was_and_leaves_no
 ) -> None:
     write_jsonl(folder / "data/more.jsonl", text_rows(60, 9, 60))
     added = {"child": {"source": "jsonl:data/more.jsonl:text"}, "to": "mixture"}
-    change = {"reason": "why", "sample_index": 3000, "add": [added], "drop": ["parquet:data/code-*.parquet:ids"]}
-    rows = [{"spec": TEXT, "shard": f"data/text-{row % 3}.jsonl", "row": row} for row in range(0, 300, 2)]
-    (folder / "out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    change = {
+        "reason": "why",
+        "sample_index": 3000,
+        "add": [added],
+        "drop": ["parquet:data/code-*.parquet:ids"],
+    }
+    rows = [
+        {"spec": TEXT, "shard": f"data/text-{row % 3}.jsonl", "row": row}
+        for row in range(0, 300, 2)
+    ]
+    (folder / "out.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     change |= {"append_files": [TEXT], "exclude": {"file": "out.jsonl"}}
     found = {}
     for kind, flags in {"plain": (), "readers": ("--readers", "local:2")}.items():
@@ -180,9 +214,16 @@ def test_a_server_of_two_runs_a_revision_and_a_fork_is_what_it_was_and_leaves_no
             path.write_text(yaml.safe_dump(DOCUMENT | {"run": run}), encoding="utf-8")
         server = ServerProcess(tmp_path / kind, *paths, options=(), flags=flags).start()
         assert server._process is not None
-        pid, begun = server._process.pid, psutil.Process(server._process.pid).children(recursive=True)
-        assert "_raylet" not in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8"), "the server has imported ray"
-        assert not [name for each in begun for name in each.environ() if name.startswith("TOKENLOOM_")]
+        pid, begun = (
+            server._process.pid,
+            psutil.Process(server._process.pid).children(recursive=True),
+        )
+        assert "_raylet" not in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8"), (
+            "the server has imported ray"
+        )
+        assert not [
+            name for each in begun for name in each.environ() if name.startswith("TOKENLOOM_")
+        ]
         with World(server.url("one"), 1, 4) as one, World(server.url("two"), 1, 4) as two:
             state = one.steps(10).state()
             for each in psutil.Process(pid).children():

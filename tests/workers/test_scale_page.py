@@ -42,18 +42,30 @@ def folder() -> Iterator[Path]:
 def run(folder: Path, command: list[str]) -> subprocess.Popen[str]:
     """A command that finds this environment's programs; a server of it takes free ports and says which."""
     options = {"GRPC": "127.0.0.1:0", "REST": "127.0.0.1:0", "READY_FILE": str(folder / "ready")}
-    environment = {**os.environ, **{f"TOKENLOOM_SERVE_{name}": value for name, value in options.items()}}
+    environment = {
+        **os.environ,
+        **{f"TOKENLOOM_SERVE_{name}": value for name, value in options.items()},
+    }
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     # As on a laptop, where Ray asks for a token.
     del environment["RAY_AUTH_MODE"]
     return subprocess.Popen(
-        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
 def test_the_commands_of_the_page_prepare_and_serve(folder: Path) -> None:
-    first, *others, serve = [shlex.split(command.replace("> zen.txt", "")) for command in commands()]
-    (folder / "zen.txt").write_text(run(folder, first).communicate(timeout=DEADLINE_S)[0], encoding="utf-8")
+    first, *others, serve = [
+        shlex.split(command.replace("> zen.txt", "")) for command in commands()
+    ]
+    (folder / "zen.txt").write_text(
+        run(folder, first).communicate(timeout=DEADLINE_S)[0], encoding="utf-8"
+    )
     printed = [run(folder, command).communicate(timeout=DEADLINE_S)[0] for command in others]
     shown = "21 rows, 856 tokens, 0.0 MB in 1 shards"
     assert shown in printed[-1]
@@ -64,8 +76,14 @@ def test_the_commands_of_the_page_prepare_and_serve(folder: Path) -> None:
             assert server.poll() is None
             time.sleep(0.05)
         (script,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-        script = script.replace("127.0.0.1:50051", json.loads((folder / "ready").read_text())["grpc"])
-        lines = run(folder, [sys.executable, "-c", script]).communicate(timeout=DEADLINE_S)[0].splitlines()
+        script = script.replace(
+            "127.0.0.1:50051", json.loads((folder / "ready").read_text())["grpc"]
+        )
+        lines = (
+            run(folder, [sys.executable, "-c", script])
+            .communicate(timeout=DEADLINE_S)[0]
+            .splitlines()
+        )
         assert lines[0] == "4 (4, 32)"
         assert len(lines) == 856 // 32 // 4
     finally:

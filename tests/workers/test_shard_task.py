@@ -45,7 +45,9 @@ NODE = re.escape(platform.node())
 
 
 @pytest.fixture(params=["disk", "s3"])
-def out(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
+def out(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Folder]:
     monkeypatch.chdir(tmp_path)
     if request.param == "disk":
         yield Folder(tmp_path / "out")
@@ -89,22 +91,37 @@ def test_of_attempts_at_one_time_one_is_published_and_one_that_wakes_after_the_e
         prepare(job, tmp_path / "whole", on_done=nothing, on_kept=nothing)
     (answer,) = answers
     assert answer["error"] == "ConfigError"
-    assert re.search(rf"^{NODE}: .*(was made after its command had ended|cannot be written)", answer["message"])
+    assert re.search(
+        rf"^{NODE}: .*(was made after its command had ended|cannot be written)", answer["message"]
+    )
     assert out.entries("") == present
     assert done.shards == 1
     assert shards_of(out.place) == shards_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("out", ["s3"], indirect=True)
-def test_a_command_that_was_killed_goes_on_with_what_is_not_whole(out: Folder, tmp_path: Path) -> None:
+def test_a_command_that_was_killed_goes_on_with_what_is_not_whole(
+    out: Folder, tmp_path: Path
+) -> None:
     """In a folder: ``tests/prepare/test_prepare.py``."""
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(write_texts(tmp_path, files=2)))
     (tmp_path / "gate.py").write_text(HELD)
     log = tmp_path / "log"
 
     def begin() -> Fork:
-        options = ("--out", out.place, "--shard-mb", "1", "--threads", "2", "--transform", "gate:held")
-        return server_forks().fork(MAIN, ("prepare", "mixture.yaml", *options), output=log, folder=tmp_path)
+        options = (
+            "--out",
+            out.place,
+            "--shard-mb",
+            "1",
+            "--threads",
+            "2",
+            "--transform",
+            "gate:held",
+        )
+        return server_forks().fork(
+            MAIN, ("prepare", "mixture.yaml", *options), output=log, folder=tmp_path
+        )
 
     command = begin()
     wait_for(lambda: len(out.entries("journal.jsonl")) == 4, "all shards but one", 120)
@@ -139,10 +156,22 @@ def test_a_node_that_has_something_else_refuses_with_its_name(out: Folder, tmp_p
         assert json.loads(make_shard(json.dumps(description))) == {"log": []}
         order = json.loads(description["order"])
         for other, said in (
-            ({"order": json.dumps(order | {"tokenloom": "0.0.1"})}, "has Tokenloom .*who asks it has 0.0.1: install"),
-            ({"order": json.dumps(order | {"tokenizer": "other"})}, "tokenizer 'bytes' has the digest"),
-            ({"attempts": ".attempts/other"}, "is not seen here; expected a folder that all nodes have"),
-            ({"transform": ["gate:held", 1.0, 100, {}]}, "transform 'gate:held': expected MODULE:FUNCTION"),
+            (
+                {"order": json.dumps(order | {"tokenloom": "0.0.1"})},
+                "has Tokenloom .*who asks it has 0.0.1: install",
+            ),
+            (
+                {"order": json.dumps(order | {"tokenizer": "other"})},
+                "tokenizer 'bytes' has the digest",
+            ),
+            (
+                {"attempts": ".attempts/other"},
+                "is not seen here; expected a folder that all nodes have",
+            ),
+            (
+                {"transform": ["gate:held", 1.0, 100, {}]},
+                "transform 'gate:held': expected MODULE:FUNCTION",
+            ),
         ):
             answer = json.loads(make_shard(json.dumps(description | other)))
             assert re.search(f"^{NODE}: .*{said}", answer["message"]), answer

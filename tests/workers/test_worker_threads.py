@@ -31,7 +31,11 @@ class Slow:
             time.sleep(0.002)
             self.made += 1
             self._inside.release()
-            yield Block([], [number], BlockOrigins(1, number, nothing, nothing.astype(np.uint32), nothing, nothing))
+            yield Block(
+                [],
+                [number],
+                BlockOrigins(1, number, nothing, nothing.astype(np.uint32), nothing, nothing),
+            )
         if self.fails:
             raise SourceError("row 7 is damaged")
         self.dropped_tokens = 5
@@ -74,9 +78,13 @@ def test_what_a_source_fails_with_comes_behind_all_that_it_gave() -> None:
 def test_sources_are_opened_side_by_side_and_give_the_same_blocks() -> None:
     with ThreadPoolExecutor(3) as opening, ThreadPoolExecutor(2) as making:
         packers = [Slow(5) for _ in range(8)]
-        lates = [LazyPacker(lambda packer=packer: packer, Pools(opening, making)) for packer in packers]
+        lates = [
+            LazyPacker(lambda packer=packer: packer, Pools(opening, making)) for packer in packers
+        ]
         rounds = list(zip(*(late.blocks() for late in lates), strict=True))
-        assert [[block.hashes for block in blocks] for blocks in rounds] == [[[n]] * 8 for n in range(5)]
+        assert [[block.hashes for block in blocks] for blocks in rounds] == [
+            [[n]] * 8 for n in range(5)
+        ]
         assert [late.dropped_tokens for late in lates] == [5] * 8
 
 
@@ -105,7 +113,8 @@ def test_sources_of_a_pipeline_that_is_gone_are_not_opened() -> None:
         pool.submit(lambda: (begun.set(), go_on.wait()))
         begun.wait()
         lates = [
-            LazyPacker(lambda number=number: made.append(number) or Slow(1), Pools(pool, pool)) for number in range(5)
+            LazyPacker(lambda number=number: made.append(number) or Slow(1), Pools(pool, pool))
+            for number in range(5)
         ]
         del lates
         go_on.set()

@@ -38,7 +38,10 @@ class ArrayMaker:
         if isinstance(message, Message):
             return {**message.batch(step, self._pool)}
         batch = message.batch(step)
-        return {name: _array(value) if isinstance(value, RawColumn) else value for name, value in batch.items()}
+        return {
+            name: _array(value) if isinstance(value, RawColumn) else value
+            for name, value in batch.items()
+        }
 
     def send(self, message: Steps, step: int) -> None:
         """Nothing: an array is made when it is asked for."""

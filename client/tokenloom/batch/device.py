@@ -41,7 +41,9 @@ def resolve(device: str | torch.device) -> torch.device:
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f'device must be "cuda", "cuda:1" or "cpu"; got {device!r}: {error}') from None
+        raise ValueError(
+            f'device must be "cuda", "cuda:1" or "cpu"; got {device!r}: {error}'
+        ) from None
     if resolved.type == "cpu":
         return resolved
     if resolved.type != "cuda":
@@ -59,7 +61,9 @@ def resolve(device: str | torch.device) -> torch.device:
         )
         raise ValueError(f"device={str(resolved)!r} cannot be used: {why}")
     if resolved.index is not None and resolved.index >= torch.cuda.device_count():
-        raise ValueError(f"device={str(resolved)!r} cannot be used: this process sees {torch.cuda.device_count()} GPUs")
+        raise ValueError(
+            f"device={str(resolved)!r} cannot be used: this process sees {torch.cuda.device_count()} GPUs"
+        )
     return resolved
 
 
@@ -94,7 +98,9 @@ class Transfer:
             if len(memory.host) < size:
                 self._allocate(memory, int(size * _SPARE))
             for (data, _, _), place in zip(columns.values(), places.values(), strict=True):
-                np.copyto(memory.bytes[place.begin : place.end].view(data.dtype).reshape(data.shape), data)
+                np.copyto(
+                    memory.bytes[place.begin : place.end].view(data.dtype).reshape(data.shape), data
+                )
             if self._stream is not None:
                 with torch.cuda.stream(self._stream):
                     if memory.used is not None:
@@ -182,7 +188,9 @@ def _columns(message: Steps, step: int) -> tuple[dict[str, _Column], Parts | dic
     """What of a micro-step crosses to the device, and the rest of it."""
     if isinstance(message, Message):
         parts = message.parts(step)
-        return {name: (own, _SIGNED[own.itemsize], own.shape) for name, own in parts.arrays.items()}, parts
+        return {
+            name: (own, _SIGNED[own.itemsize], own.shape) for name, own in parts.arrays.items()
+        }, parts
     # Rows travel in the types that they have for torch, some of which numpy does not know.
     batch = tensors_of(message.batch(step))
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -211,12 +219,18 @@ def _batch(layout: Layout, parts: Parts, columns: Mapping[str, torch.Tensor]) ->
     begins, ends = columns.get("begins"), columns.get("ends")
     if parts.short and begins is not None and ends is not None:
         target = torch.arange(layout.shifted, length + layout.shifted, device=device)
-        labels.masked_fill_((target < (begins + (begins > 0))[:, None]) | (target >= ends[:, None]), IGNORED)
+        labels.masked_fill_(
+            (target < (begins + (begins > 0))[:, None]) | (target >= ends[:, None]), IGNORED
+        )
     if (bits := columns.get("mask_bits")) is not None:
         counted = (
-            bits[:, :, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=device)).bitwise_and_(1)
+            bits[:, :, None]
+            .bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=device))
+            .bitwise_and_(1)
         )
-        labels.masked_fill_(counted.view(size, -1)[:, layout.shifted : layout.shifted + length] == 0, IGNORED)
+        labels.masked_fill_(
+            counted.view(size, -1)[:, layout.shifted : layout.shifted + length] == 0, IGNORED
+        )
     if (boundaries := columns.get("boundaries")) is not None:
         labels.view(-1).index_fill_(0, boundaries.to(torch.int64), IGNORED)
     if parts.padded:
@@ -230,7 +244,9 @@ def _batch(layout: Layout, parts: Parts, columns: Mapping[str, torch.Tensor]) ->
     }
     for name, slope in parts.slopes.items():
         column = torch.full_like(inputs, slope)
-        column.view(-1).index_copy_(0, columns["document_begins"].to(torch.int64), columns[name].to(torch.int64))
+        column.view(-1).index_copy_(
+            0, columns["document_begins"].to(torch.int64), columns[name].to(torch.int64)
+        )
         column.view(-1).cumsum_(0)
         batch[name] = column
     if "cu_seqlens" in layout.columns:

@@ -47,8 +47,12 @@ class DocumentColumns:
         # Labels that are a document's first token, for the document before: one further where they are shifted.
         has_label = (starts > 0) & (starts - layout.shifted < length)
         self._boundaries = (owner_begins + starts - layout.shifted)[has_label]
-        self._boundary_bounds = np.searchsorted(self._boundaries, np.arange(steps + 1) * self._step_size).tolist()
-        inside = starts < length  # a shifted sample's last id is only a label here, and begins the next sample
+        self._boundary_bounds = np.searchsorted(
+            self._boundaries, np.arange(steps + 1) * self._step_size
+        ).tolist()
+        inside = (
+            starts < length
+        )  # a shifted sample's last id is only a label here, and begins the next sample
         begins, padding = _begins(layout, sample_begins, (owner_begins + starts)[inside], filled)
         step_begins = np.searchsorted(begins, sample_begins[:: layout.batch_size])
         # For each column: the jump at each begin, and what each further token adds. Each micro-step is summed by
@@ -88,12 +92,16 @@ class DocumentColumns:
             batch["cu_seqlens"] = edges
             batch["max_seqlen"] = int(np.diff(edges).max())
 
-    def add_parts(self, arrays: dict[str, NDArray[Any]], numbers: dict[str, int], step: int) -> dict[str, int]:
+    def add_parts(
+        self, arrays: dict[str, NDArray[Any]], numbers: dict[str, int], step: int
+    ) -> dict[str, int]:
         """Adds what the columns of a micro-step are made of; returns what each further token adds to each of them."""
         here = slice(self._bounds[step], self._bounds[step + 1])
         if self._jumps:
             arrays["document_begins"] = self._begins[here].astype(np.int32)
-            arrays |= {name: jumps[here].astype(np.int32) for name, (jumps, _) in self._jumps.items()}
+            arrays |= {
+                name: jumps[here].astype(np.int32) for name, (jumps, _) in self._jumps.items()
+            }
         if self._has_lengths:
             arrays["cu_seqlens"] = edges = self._edges(here)
             numbers["max_seqlen"] = int(np.diff(edges).max())
@@ -104,7 +112,10 @@ class DocumentColumns:
 
 
 def _begins(
-    layout: Layout, sample_begins: NDArray[np.int64], documents: NDArray[np.int64], filled: Filled | None
+    layout: Layout,
+    sample_begins: NDArray[np.int64],
+    documents: NDArray[np.int64],
+    filled: Filled | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where documents and paddings begin among all tokens of the message, and which of these are paddings."""
     # What a sample continues counts as a document of its own, so each sample's begin is one, too.
@@ -121,7 +132,10 @@ def _begins(
 
 
 def _numbers(
-    begins: NDArray[np.int64], padding: NDArray[np.int64], sample_begins: NDArray[np.int64], length: int
+    begins: NDArray[np.int64],
+    padding: NDArray[np.int64],
+    sample_begins: NDArray[np.int64],
+    length: int,
 ) -> NDArray[np.int64]:
     """The number of the document at each begin, counted from 0 in each sample; −1 for padding."""
     is_padding = np.isin(begins, padding, assume_unique=True)

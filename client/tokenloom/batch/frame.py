@@ -26,7 +26,9 @@ def frame_layout(batch: Batch) -> dict[str, Any]:
             layout["numbers"].append(name)
             layout["bytes"] += 8
         elif isinstance(value, torch.Tensor):
-            layout["tensors"].append([name, str(value.dtype).removeprefix("torch."), list(value.shape)])
+            layout["tensors"].append(
+                [name, str(value.dtype).removeprefix("torch."), list(value.shape)]
+            )
             layout["bytes"] += _padded(value.numel() * value.itemsize)
         else:
             layout["values"][name] = value

@@ -98,7 +98,11 @@ def check_columns(columns: Iterable[str]) -> frozenset[str]:
     if unknown or isinstance(columns, str):
         raise ValueError(
             f"columns must be a sequence of {', '.join(map(repr, OPTIONAL_COLUMNS))}; got "
-            + (f"the text {columns!r}: write ({columns!r},)" if isinstance(columns, str) else repr(unknown[0]))
+            + (
+                f"the text {columns!r}: write ({columns!r},)"
+                if isinstance(columns, str)
+                else repr(unknown[0])
+            )
         )
     return frozenset(names)
 
@@ -138,12 +142,18 @@ class Layout:
     @property
     def sample_bytes(self) -> int:
         """Bytes of a sample on the wire: its ids, its length, its mask's bits in whole uint32s."""
-        return self.width * self.id_bytes + 4 * self.lengths + (-(-self.width // 32) * 4 if self.loss_masks else 0)
+        return (
+            self.width * self.id_bytes
+            + 4 * self.lengths
+            + (-(-self.width // 32) * 4 if self.loss_masks else 0)
+        )
 
     @property
     def document_starts(self) -> bool:
         """Whether batches can only be made by who knows where documents begin."""
-        return self.mask_boundaries or not self.columns.isdisjoint(("position_ids", "document_ids", "cu_seqlens"))
+        return self.mask_boundaries or not self.columns.isdisjoint(
+            ("position_ids", "document_ids", "cu_seqlens")
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,9 @@ class Message:
         if layout.lengths:
             lengths = raw[..., ids_end:length_end].copy().view("<u4")[..., 0].astype(np.int64)
             self._filled = _filled(layout, lengths)
-        self._mask_bits: NDArray[np.uint8] | None = raw[..., length_end:] if layout.loss_masks else None
+        self._mask_bits: NDArray[np.uint8] | None = (
+            raw[..., length_end:] if layout.loss_masks else None
+        )
         self._samples = Samples(steps, layout.batch_size)
         padding = self._samples.padding
         self._documents: DocumentColumns | None = None
@@ -85,7 +87,9 @@ class Message:
                 # All samples are full but those that fill up a last micro-step, of which nothing is.
                 ends = np.where(padding, 0, layout.width)
                 filled = np.zeros_like(ends), ends
-            self._documents = DocumentColumns(layout, count, document_counts, document_starts, filled)
+            self._documents = DocumentColumns(
+                layout, count, document_counts, document_starts, filled
+            )
 
     def batch(self, step: int, pool: ArrayPool) -> NumpyBatch:
         """The batch of a micro-step, counted from 0 in the message.
@@ -148,14 +152,18 @@ class Message:
         if self._filled is not None:
             self._ignore_padding(self._filled[0][step], self._filled[1][step], labels)
         if self._mask_bits is not None:
-            counts = np.unpackbits(self._mask_bits[step], axis=1, count=layout.width, bitorder="little")
+            counts = np.unpackbits(
+                self._mask_bits[step], axis=1, count=layout.width, bitorder="little"
+            )
             labels[counts[:, layout.shifted :] == 0] = IGNORED
         if layout.mask_boundaries and self._documents is not None:
             labels.reshape(-1)[self._documents.boundaries(step)] = IGNORED
         if self._samples.padding is not None:
             labels[self._samples.padding[step]] = IGNORED
 
-    def _ignore_padding(self, begin: NDArray[np.int64], end: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
+    def _ignore_padding(
+        self, begin: NDArray[np.int64], end: NDArray[np.int64], labels: NDArray[np.int64]
+    ) -> None:
         """Padding is no label; nor is a token that only padding stands before. ``begin`` and ``end``: [B], of the
         tokens."""
         short = np.flatnonzero(end - begin < self._layout.width)

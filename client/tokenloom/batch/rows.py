@@ -54,7 +54,12 @@ class RowsMessage:
     """The micro-steps of one message, checked: each becomes a batch when it is asked for."""
 
     def __init__(
-        self, batch_size: int, steps: StepNumbers, *, data: bytes | memoryview, buckets: Sequence[Bucket]
+        self,
+        batch_size: int,
+        steps: StepNumbers,
+        *,
+        data: bytes | memoryview,
+        buckets: Sequence[Bucket],
     ) -> None:
         """Raises ``ProtocolError`` where micro-steps, buckets and bytes do not fit."""
         count = len(steps.end_indices)
@@ -74,7 +79,9 @@ class RowsMessage:
         for bucket in buckets:
             self._begins.append(self._begins[-1] + self._step_bytes(bucket, self._begins[-1]))
         if self._begins[-1] != len(self._data):
-            raise ProtocolError(f"{count} micro-steps have {self._begins[-1]} bytes, but {len(self._data)} came")
+            raise ProtocolError(
+                f"{count} micro-steps have {self._begins[-1]} bytes, but {len(self._data)} came"
+            )
 
     def batch(self, step: int, _: object = None) -> dict[str, Any]:
         """The batch of a micro-step, counted from 0 in the message: by column a ``RawColumn`` or a list, and what
@@ -98,16 +105,23 @@ class RowsMessage:
                     row[...] = sample[offset : offset + feature.bytes]
             offset += feature.bytes
             if not feature.is_text:
-                batch[feature.name] = RawColumn(feature.name, feature.dtype, (size, *feature.shape), part)
+                batch[feature.name] = RawColumn(
+                    feature.name, feature.dtype, (size, *feature.shape), part
+                )
                 continue
             sizes = part.view("<u4")[:, 0].tolist()
             texts = [
-                sample[tail : tail + own].tobytes() for sample, tail, own in zip(samples, tails, sizes, strict=True)
+                sample[tail : tail + own].tobytes()
+                for sample, tail, own in zip(samples, tails, sizes, strict=True)
             ]
             tails = [tail + own for tail, own in zip(tails, sizes, strict=True)]
-            batch[feature.name] = [text.decode() for text in texts] if feature.dtype == "string" else texts
+            batch[feature.name] = (
+                [text.decode() for text in texts] if feature.dtype == "string" else texts
+            )
         if any(tail != len(sample) for tail, sample in zip(tails, samples, strict=True)):
-            raise ProtocolError(f"rows of {list(map(len, samples))} bytes came, but their columns have {tails}")
+            raise ProtocolError(
+                f"rows of {list(map(len, samples))} bytes came, but their columns have {tails}"
+            )
         return batch | {
             **self._samples.of_batch(step),
             "dataset_id": bucket.source,
@@ -128,7 +142,9 @@ class RowsMessage:
         row_bytes, offset = bucket.fixed_bytes, begin
         for feature in bucket.features:
             if feature.is_text:
-                row_bytes += int.from_bytes(self._data[offset : offset + _SIZE_BYTES].tobytes(), "little")
+                row_bytes += int.from_bytes(
+                    self._data[offset : offset + _SIZE_BYTES].tobytes(), "little"
+                )
             offset += feature.bytes
         return row_bytes * self._size
 

@@ -21,7 +21,14 @@ log = logging.getLogger("tokenloom")
 Shape = Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"]
 DecayShape = Literal["linear", "cosine", "one_minus_sqrt"]
 
-_SCHEDULE = ("shape", "warmup_tokens", "target_tokens", "decay_start_tokens", "decay_shape", "min_lr_ratio")
+_SCHEDULE = (
+    "shape",
+    "warmup_tokens",
+    "target_tokens",
+    "decay_start_tokens",
+    "decay_shape",
+    "min_lr_ratio",
+)
 _KEYS = {"total_tokens", "base_lrs", *_SCHEDULE}
 
 #: What is left of the way from the full rate to the least one, by how much of the decay is over (0 to 1).
@@ -68,9 +75,13 @@ class TokenLRScheduler(LRScheduler):
     ) -> None:
         self.shape = shape
         self.warmup_tokens = _tokens("warmup_tokens", warmup_tokens)
-        self.target_tokens = None if target_tokens is None else _tokens("target_tokens", target_tokens)
+        self.target_tokens = (
+            None if target_tokens is None else _tokens("target_tokens", target_tokens)
+        )
         self.decay_start_tokens = (
-            None if decay_start_tokens is None else _tokens("decay_start_tokens", decay_start_tokens)
+            None
+            if decay_start_tokens is None
+            else _tokens("decay_start_tokens", decay_start_tokens)
         )
         self.decay_shape = decay_shape
         self.min_lr_ratio = float(min_lr_ratio)
@@ -80,9 +91,13 @@ class TokenLRScheduler(LRScheduler):
 
     def _check(self) -> None:
         if self.shape not in get_args(Shape):
-            raise ValueError(f"shape must be one of {', '.join(get_args(Shape))}; got {self.shape!r}")
+            raise ValueError(
+                f"shape must be one of {', '.join(get_args(Shape))}; got {self.shape!r}"
+            )
         if self.decay_shape not in _DECAYS:
-            raise ValueError(f"decay_shape must be one of {', '.join(_DECAYS)}; got {self.decay_shape!r}")
+            raise ValueError(
+                f"decay_shape must be one of {', '.join(_DECAYS)}; got {self.decay_shape!r}"
+            )
         if not 0.0 <= self.min_lr_ratio <= 1.0:
             raise ValueError(f"min_lr_ratio must be between 0 and 1; got {self.min_lr_ratio}")
         warmup, target, start = self.warmup_tokens, self.target_tokens, self.decay_start_tokens
@@ -169,7 +184,9 @@ class TokenLRScheduler(LRScheduler):
             )
         base_lrs = list(state_dict.get("base_lrs", self.base_lrs))
         if len(base_lrs) != len(self.base_lrs):
-            raise ValueError(f"the state has {len(base_lrs)} parameter groups, the optimizer {len(self.base_lrs)}")
+            raise ValueError(
+                f"the state has {len(base_lrs)} parameter groups, the optimizer {len(self.base_lrs)}"
+            )
         total_tokens = _tokens("total_tokens", state_dict["total_tokens"])
         own_lrs = [float(base) for base in self.base_lrs]
         if [float(base) for base in base_lrs] != own_lrs:
@@ -177,7 +194,9 @@ class TokenLRScheduler(LRScheduler):
         if set(state_dict) == _KEYS:
             for key in _SCHEDULE:
                 if state_dict[key] != getattr(self, key):
-                    log.warning("%s: the loaded %s replaces %s", key, state_dict[key], getattr(self, key))
+                    log.warning(
+                        "%s: the loaded %s replaces %s", key, state_dict[key], getattr(self, key)
+                    )
                 setattr(self, key, state_dict[key])
             self._check()
         else:
@@ -190,7 +209,9 @@ class TokenLRScheduler(LRScheduler):
         self.step(total_tokens)
 
     def _apply(self) -> None:
-        self.last_epoch = self.total_tokens  # the base class's name for the clock, which some tools print
+        self.last_epoch = (
+            self.total_tokens
+        )  # the base class's name for the clock, which some tools print
         rates = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):

@@ -51,11 +51,17 @@ class TokenBudget:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}")
         _ = self._schedule  # checked
         if self.tokens_per_sample < 1:
-            raise ValueError("context_length must be at least 2 where labels are shifted inside; got 1")
+            raise ValueError(
+                "context_length must be at least 2 where labels are shifted inside; got 1"
+            )
         if self.factor < 0 or self.parameters < 0:
-            raise ValueError(f"factor and parameters must not be negative; got {self.factor} and {self.parameters}")
+            raise ValueError(
+                f"factor and parameters must not be negative; got {self.factor} and {self.parameters}"
+            )
         if self.factor and not self.parameters:
-            raise ValueError(f"factor={self.factor:g} is tokens per parameter, so parameters must be given")
+            raise ValueError(
+                f"factor={self.factor:g} is tokens per parameter, so parameters must be given"
+            )
         if not self.factor and (self.dataset_samples is None or not self.ends):
             raise ValueError(
                 "factor=0 means the whole dataset, but this one has no end that is known: give a factor (tokens per "
@@ -63,7 +69,9 @@ class TokenBudget:
             )
 
     @classmethod
-    def of(cls, dataset: CommittedDataset, *, parameters: int = 0, factor: float = 0.0) -> TokenBudget:
+    def of(
+        cls, dataset: CommittedDataset, *, parameters: int = 0, factor: float = 0.0
+    ) -> TokenBudget:
         """The budget of a dataset's run, from the server's plan: from the run's beginning to the end of its data,
         whatever is consumed already, so it is the same on every rank and after a resume. Samples that fill no last
         micro-step are not counted where they are dropped.
@@ -99,7 +107,10 @@ class TokenBudget:
         )
         if budget.dataset_samples is None or not plan["ends"] or plan["last_micro_step"] == "pad":
             return budget
-        return replace(budget, dataset_samples=budget.dataset_samples - budget._divided(budget.dataset_samples)[2])
+        return replace(
+            budget,
+            dataset_samples=budget.dataset_samples - budget._divided(budget.dataset_samples)[2],
+        )
 
     @property
     def _schedule(self) -> BatchSchedule:
@@ -124,7 +135,9 @@ class TokenBudget:
     @property
     def dataset_tokens(self) -> int | None:
         """Predictions that the data give; of one epoch of every source where they never end."""
-        return None if self.dataset_samples is None else self.dataset_samples * self.tokens_per_sample
+        return (
+            None if self.dataset_samples is None else self.dataset_samples * self.tokens_per_sample
+        )
 
     @property
     def dataset_steps(self) -> int | None:
@@ -172,7 +185,9 @@ class TokenBudget:
 
     def _divided(self, samples: int) -> tuple[int, int, int]:
         """As ``steps``, with those of the samples over that are a part of a micro-step."""
-        starts = [*self._schedule.starts(sample_tokens=self.context_length, world_size=self.world_size)]
+        starts = [
+            *self._schedule.starts(sample_tokens=self.context_length, world_size=self.world_size)
+        ]
         ends = [begin for begin, _ in starts[1:] if begin < samples] + [samples]
         steps = rest = size = 0
         for (begin, size), end in zip(starts, ends, strict=False):
@@ -199,5 +214,7 @@ class TokenBudget:
 
 def _one_epoch(plan: Mapping[str, Any]) -> int | None:
     """Tokens of one epoch of every source of a plan, where all are known."""
-    epochs = [source["tokens_per_epoch"] for source in plan["sources"] if source["rows"] is not None]
+    epochs = [
+        source["tokens_per_epoch"] for source in plan["sources"] if source["rows"] is not None
+    ]
     return None if None in epochs else sum(epochs)

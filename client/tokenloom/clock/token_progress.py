@@ -45,7 +45,9 @@ class TokenProgress:
         self._silent = rank != 0
         self._every_s = every_s
         self._stream: TextIO = sys.stderr
-        self._write: Callable[[str], object] = write or partial(print, file=self._stream, flush=True)
+        self._write: Callable[[str], object] = write or partial(
+            print, file=self._stream, flush=True
+        )
         self._wants_bar = (write is None and self._stream.isatty()) if bar is None else bar
         self._must_have_bar = bar is True
         self._bar: Any = None
@@ -70,7 +72,9 @@ class TokenProgress:
             for line in self._budget.lines():
                 self._write(line)
 
-    def update(self, batch: Mapping[str, Any], *, step: bool = True, **figures: SupportsFloat | str) -> None:
+    def update(
+        self, batch: Mapping[str, Any], *, step: bool = True, **figures: SupportsFloat | str
+    ) -> None:
         """A batch was trained on. ``figures``, such as ``loss`` and ``lr``, are shown in their order; a tensor is only
         read when it is. ``step=False``: it was not the last of its optimiser step."""
         total, self._samples = batch["total_tokens"], batch["sample_index"]
@@ -140,11 +144,16 @@ class TokenProgress:
         except ModuleNotFoundError:
             if self._must_have_bar:
                 raise ModuleNotFoundError(
-                    "TokenProgress(bar=True) needs tqdm: pip install 'tokenloom[progress]'", name="tqdm"
+                    "TokenProgress(bar=True) needs tqdm: pip install 'tokenloom[progress]'",
+                    name="tqdm",
                 ) from None
             return
         self._bar = tqdm(
-            total=self._budget.target_total_tokens, initial=total, unit="tok", unit_scale=True, dynamic_ncols=True
+            total=self._budget.target_total_tokens,
+            initial=total,
+            unit="tok",
+            unit_scale=True,
+            dynamic_ncols=True,
         )
 
     def _share(self, total: int) -> float:

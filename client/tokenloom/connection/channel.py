@@ -96,7 +96,9 @@ def _expired(error: grpc.RpcError, address: Address) -> str:
     for target in address.targets if "CERTIFICATE_VERIFY_FAILED" in (error.details() or "") else ():
         host, _, port = target.rpartition(":")
         try:
-            refuse_expired(target, ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=_LOOK_S))
+            refuse_expired(
+                target, ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=_LOOK_S)
+            )
             return ""
         except OSError:
             return ""
@@ -180,7 +182,9 @@ def _name(error: grpc.RpcError) -> str:
 
 
 def _metadata(error: grpc.RpcError, key: str) -> str:
-    return next((str(entry.value) for entry in error.trailing_metadata() or () if entry.key == key), "")
+    return next(
+        (str(entry.value) for entry in error.trailing_metadata() or () if entry.key == key), ""
+    )
 
 
 class Retry:

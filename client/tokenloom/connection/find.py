@@ -33,5 +33,7 @@ def find_run(url: str, options: ConnectionOptions) -> Address:
     about = rest.About.parse(answer, "grpc_address", base)
     run = address.run or ", ".join(about.runs)
     if run not in about.runs:
-        raise ValueError(f"{base} serves {', '.join(about.runs) or 'no run'}; name one of these: {base}/RUN")
+        raise ValueError(
+            f"{base} serves {', '.join(about.runs) or 'no run'}; name one of these: {base}/RUN"
+        )
     return Address((reached_at(about.address, run_address.targets[0]),), run, run_address.tls)

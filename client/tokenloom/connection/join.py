@@ -25,7 +25,15 @@ from tokenloom_proto.threads import Loop
 
 from tokenloom.batch.arrays import ArrayMaker, BatchMaker
 from tokenloom.batch.layout import Layout
-from tokenloom.connection.channel import Retry, failure, is_named, retry_for_s, retryable, summary, times_out
+from tokenloom.connection.channel import (
+    Retry,
+    failure,
+    is_named,
+    retry_for_s,
+    retryable,
+    summary,
+    times_out,
+)
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.step_schedule import BatchPlan, StepSchedule
@@ -153,7 +161,10 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         rank=request.topology.rank,
         world_size=request.topology.world_size,
         batch_size=request.batch_size,
-        batch_sizes=[wire.BatchSize(total_tokens=tokens, batch_size=size) for tokens, size in request.batch_sizes],
+        batch_sizes=[
+            wire.BatchSize(total_tokens=tokens, batch_size=size)
+            for tokens, size in request.batch_sizes
+        ],
         accumulate=request.accumulate,
         attempt=request.topology.attempt,
         nonce=nonce,
@@ -175,7 +186,11 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
         try:
             # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
             # And where samples are made for it, a Join waits for these.
-            timeout_s = max(retry.remaining_s(), 0.001) if request.samples is None else request.options.batch_timeout_s
+            timeout_s = (
+                max(retry.remaining_s(), 0.001)
+                if request.samples is None
+                else request.options.batch_timeout_s
+            )
             return _opening(_answer(connect(), message, timeout_s, request), request)
         except grpc.RpcError as error:
             delay_s = retry.next_delay_s()
@@ -195,23 +210,38 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
                 shown = error
             all_asked = retry.tried >= len(request.address.targets)
             # A busy run counts down: on one rank.
-            if all_asked and time.monotonic() >= warn_at and (busy_s is None or not request.topology.rank):
+            if (
+                all_asked
+                and time.monotonic() >= warn_at
+                and (busy_s is None or not request.topology.rank)
+            ):
                 warn_at = time.monotonic() + WARN_EVERY_S
                 left_s = max(0.0, min(retry.remaining_s(), give_up_at - time.monotonic()))
-                log.warning("cannot join %s yet, trying for %.0f s more: %s", request.address, left_s, summary(shown))
+                log.warning(
+                    "cannot join %s yet, trying for %.0f s more: %s",
+                    request.address,
+                    left_s,
+                    summary(shown),
+                )
         time.sleep(delay_s)
 
 
-def _answer(stub: DataLoaderStub, message: wire.JoinRequest, timeout_s: float, request: Request) -> wire.JoinResponse:
+def _answer(
+    stub: DataLoaderStub, message: wire.JoinRequest, timeout_s: float, request: Request
+) -> wire.JoinResponse:
     """The answer to a Join. While it is waited for, the log says how far the server is on the way to a far sample."""
     metadata = request.credentials.metadata
 
     def watch() -> bool:
         with suppress(grpc.RpcError, ValueError):  # or the channel is closed by now
             question = wire.StatsRequest(run=request.address.run)
-            stats = json.loads(stub.Stats(question, timeout=WATCH_EVERY_S, metadata=metadata).stats_json)
+            stats = json.loads(
+                stub.Stats(question, timeout=WATCH_EVERY_S, metadata=metadata).stats_json
+            )
             if stats.get("going_forward"):
-                log.warning("%s: the server goes forward %s", request.address, stats["going_forward"])
+                log.warning(
+                    "%s: the server goes forward %s", request.address, stats["going_forward"]
+                )
         return not watcher.ending.wait(WATCH_EVERY_S)
 
     watcher = Loop("join", watch, "tokenloom", after_s=SOON_S)
@@ -232,7 +262,10 @@ def _check(answer: wire.JoinResponse, request: Request) -> None:
                 f"{request.address} gives batches of rows from buckets, which have no documents: leave "
                 f"{' and '.join(sorted(of_documents))} out of columns"
             )
-    elif answer.id_type not in (1, 2, 4) or answer.labels not in (wire.LABELS_SAME, wire.LABELS_SHIFTED):
+    elif answer.id_type not in (1, 2, 4) or answer.labels not in (
+        wire.LABELS_SAME,
+        wire.LABELS_SHIFTED,
+    ):
         raise ProtocolError(
             f"the server sends ids of type {answer.id_type} and labels of kind {answer.labels}, which this client "
             "does not know: install the client of the server's version"
@@ -251,7 +284,10 @@ def _opening(answer: wire.JoinResponse, request: Request) -> Opening:
     state = json.loads(answer.base.resume_state) if answer.start_tokens else None
     counts = counts_at(state, answer.start_index, answer.start_tokens) if state else {}
     first = BatchPlan(answer.start_index, answer.batch_size, answer.group_micro_steps)
-    plans = [BatchPlan(plan.begin_index, plan.batch_size, plan.group_micro_steps) for plan in answer.batch_plans]
+    plans = [
+        BatchPlan(plan.begin_index, plan.batch_size, plan.group_micro_steps)
+        for plan in answer.batch_plans
+    ]
     return Opening(
         run_uid=answer.run_uid,
         facts=RunFacts(

@@ -47,7 +47,9 @@ class ConnectionOptions:
             if not 0 < seconds < float("inf"):
                 raise ValueError(f"{name} must be a number of seconds above 0; got {seconds!r}")
         if isinstance(self.plaintext_hosts, str):
-            raise ValueError(f"plaintext_hosts must be a sequence of host names; got the text {self.plaintext_hosts!r}")
+            raise ValueError(
+                f"plaintext_hosts must be a sequence of host names; got the text {self.plaintext_hosts!r}"
+            )
 
     def credentials(self, address: Address) -> Credentials:
         """What to show the servers of an address. Raises ``ValueError`` for what is missing, is no token, or would
@@ -63,7 +65,11 @@ class ConnectionOptions:
 
     def refuse_credentials(self, mixture: Path) -> None:
         """Raises ``ValueError`` for what only a server that runs elsewhere can want to see."""
-        named = [name for name in ("token", "tls_ca", "tls_cert", "tls_key") if getattr(self, name) is not None]
+        named = [
+            name
+            for name in ("token", "tls_ca", "tls_cert", "tls_key")
+            if getattr(self, name) is not None
+        ]
         if named:
             raise ValueError(
                 f"connection has {', '.join(named)}, which is for the address of a server that runs, but "

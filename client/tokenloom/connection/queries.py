@@ -38,7 +38,11 @@ def _ask(request: Request, call: Callable[..., str]) -> dict[str, Any]:
         with open_channel(address, next(targets), request.credentials) as channel:
             timeout_s = max(retry.remaining_s(), 0.001)
             try:
-                text = call(DataLoaderStub(channel), timeout=timeout_s, metadata=request.credentials.metadata)
+                text = call(
+                    DataLoaderStub(channel),
+                    timeout=timeout_s,
+                    metadata=request.credentials.metadata,
+                )
                 document: dict[str, Any] = json.loads(text)
                 return document
             except grpc.RpcError as error:

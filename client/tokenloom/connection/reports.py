@@ -68,7 +68,9 @@ class Reporter:
             for report in self._reports():
                 try:
                     metadata = self._request.credentials.metadata
-                    DataLoaderStub(channels.current()).Report(report, timeout=CALL_S, metadata=metadata)
+                    DataLoaderStub(channels.current()).Report(
+                        report, timeout=CALL_S, metadata=metadata
+                    )
                     with self._wakes:
                         self._warned = False
                         self._drop(report)
@@ -94,7 +96,10 @@ class Reporter:
         later = False
         reason = error
         if isinstance(error, grpc.RpcError):
-            later = retryable(error, self._request.address) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            later = (
+                retryable(error, self._request.address)
+                or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            )
             reason = failure(error, self._request.address)
         with self._wakes:
             self._warn(f"{type(reason).__name__}: {reason}")

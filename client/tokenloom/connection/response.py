@@ -36,7 +36,9 @@ def read(data: bytes | Delivered) -> Response:
     """Reads one message of the stream; within a process batches come without one. Raises ``ProtocolError`` for bytes
     that are none."""
     if isinstance(data, Delivered):
-        about = wire.StreamResponse(committed_through=data.committed_through, server_epoch=data.server_epoch)
+        about = wire.StreamResponse(
+            committed_through=data.committed_through, server_epoch=data.server_epoch
+        )
         return Response(about, data)
     try:
         if len(data) >= SMALL_BYTES:
@@ -65,7 +67,9 @@ def _read_around_ids(data: bytes) -> Response:
     return Response(message, _delivered(message, batches, memoryview(data)[ids:ids_end]))
 
 
-def _delivered(message: wire.StreamResponse, batches: wire.Batches, ids: bytes | memoryview) -> Delivered:
+def _delivered(
+    message: wire.StreamResponse, batches: wire.Batches, ids: bytes | memoryview
+) -> Delivered:
     infos = list(batches.micro_steps)  # each look into what protobuf holds makes objects anew
     return Delivered(
         begin_index=batches.begin_index,
@@ -80,7 +84,9 @@ def _delivered(message: wire.StreamResponse, batches: wire.Batches, ids: bytes |
         ids=ids,
         document_counts=batches.document_counts,
         document_starts=batches.document_starts,
-        base=(batches.base.sample_index, batches.base.resume_state) if batches.HasField("base") else None,
+        base=(batches.base.sample_index, batches.base.resume_state)
+        if batches.HasField("base")
+        else None,
         counts=batches.counts,
         buckets=[
             DeliveredBucket(
@@ -107,7 +113,9 @@ def _find(key: int, data: bytes, offset: int, end: int) -> tuple[int, int, int]:
         field, offset = (data[offset], offset + 1) if data[offset] < 0x80 else _varint(data, offset)
         kind = field & 7
         if kind == _LENGTH_DELIMITED:
-            size, offset = (data[offset], offset + 1) if data[offset] < 0x80 else _varint(data, offset)
+            size, offset = (
+                (data[offset], offset + 1) if data[offset] < 0x80 else _varint(data, offset)
+            )
             if field == key:
                 if field_bounds is not None:
                     raise _Unusual

@@ -26,11 +26,18 @@ class StepSchedule:
     """The micro-steps of a generation. Immutable."""
 
     def __init__(
-        self, plans: Sequence[BatchPlan], *, world_size: int, accumulate: int = 1, prefetch_steps: int | None = None
+        self,
+        plans: Sequence[BatchPlan],
+        *,
+        world_size: int,
+        accumulate: int = 1,
+        prefetch_steps: int | None = None,
     ) -> None:
         """``prefetch_steps`` are fetched ahead, where it is not None. Raises ``ProtocolError``."""
         for before, after in pairwise(plans):
-            steps, rest = divmod(after.begin_index - before.begin_index, world_size * before.batch_size)
+            steps, rest = divmod(
+                after.begin_index - before.begin_index, world_size * before.batch_size
+            )
             if rest or steps < 1:
                 raise ProtocolError(
                     f"micro-steps of {world_size} × {before.batch_size} samples from {before.begin_index} on cannot "
@@ -41,7 +48,8 @@ class StepSchedule:
         self._step_samples = [world_size * plan.batch_size for plan in plans]
         # An optimiser step is taken from, and one more is on its way.
         self._ahead = [
-            prefetch_steps or max(PREFETCH_GROUPS * plan.group_micro_steps, 2 * accumulate) for plan in plans
+            prefetch_steps or max(PREFETCH_GROUPS * plan.group_micro_steps, 2 * accumulate)
+            for plan in plans
         ]
 
     def number_at(self, sample_index: int) -> int:
@@ -55,7 +63,9 @@ class StepSchedule:
         capacity = total = self._ahead[number]
         steps = 0
         while number + 1 < len(self.plans):
-            steps += (self._begins[number + 1] - max(sample_index, self._begins[number])) // self._step_samples[number]
+            steps += (
+                self._begins[number + 1] - max(sample_index, self._begins[number])
+            ) // self._step_samples[number]
             if total <= steps:
                 break
             number += 1
@@ -65,4 +75,7 @@ class StepSchedule:
 
     def half_of_capacity(self, sample_index: int) -> int:
         """Half of these micro-steps, at least one, in samples."""
-        return max(1, self.capacity_steps(sample_index) // 2) * self._step_samples[self.number_at(sample_index)]
+        return (
+            max(1, self.capacity_steps(sample_index) // 2)
+            * self._step_samples[self.number_at(sample_index)]
+        )

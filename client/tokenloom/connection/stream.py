@@ -65,7 +65,9 @@ class Connection:
         self._fell_silent = False
         self._heard_at = 0.0
         try:
-            self.opening = join(lambda: DataLoaderStub(self._channels.renew()), request, self._nonce)
+            self.opening = join(
+                lambda: DataLoaderStub(self._channels.renew()), request, self._nonce
+            )
         except BaseException:
             self._channels.close()
             raise
@@ -93,7 +95,10 @@ class Connection:
             run_uid=self.opening.run_uid,
             generation=self.opening.facts.generation,
             attempt=self._request.topology.attempt,
-            sources=[wire.SourceLoss(source_id=i, loss=loss, tokens=tokens) for i, (loss, tokens) in losses.items()],
+            sources=[
+                wire.SourceLoss(source_id=i, loss=loss, tokens=tokens)
+                for i, (loss, tokens) in losses.items()
+            ],
             **numbers,
         )
         self._reporter.put(report)
@@ -145,7 +150,13 @@ class Connection:
                 )
             # One line for each time that it breaks; while a batch is waited for, the buffer names the last failure.
             level = logging.WARNING if retry.tried == 1 else logging.DEBUG
-            log.log(level, "the stream of %s broke, reconnecting in %.1f s: %s", self._request.address, delay_s, broken)
+            log.log(
+                level,
+                "the stream of %s broke, reconnecting in %.1f s: %s",
+                self._request.address,
+                delay_s,
+                broken,
+            )
             self.buffer.waits_for(f"a new connection ({broken})")
             self.reconnects += 1
             if self.buffer.pause(delay_s):
@@ -166,22 +177,38 @@ class Connection:
         # The server that answered the Join first, since it leads; after a break the next one.
         channel = self._channels.renew() if self.reconnects else self._channels.current()
         # The generated stub would have protobuf read what comes, and with it copy the ids.
-        method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes | Delivered] = channel.stream_stream(
-            _STREAM, request_serializer=wire.StreamRequest.SerializeToString, response_deserializer=None
+        method: grpc.StreamStreamMultiCallable[wire.StreamRequest, bytes | Delivered] = (
+            channel.stream_stream(
+                _STREAM,
+                request_serializer=wire.StreamRequest.SerializeToString,
+                response_deserializer=None,
+            )
         )
         call = self._call = method(iter(writer), metadata=self._request.credentials.metadata)
         try:
             for data in call:
                 self._receive(read(data))
         except grpc.RpcError as error:
-            if self.buffer.closing or retryable(error, self._request.address) or self._is_elsewhere(error):
-                return "the server was silent, without even a heartbeat" if self._fell_silent else summary(error)
+            if (
+                self.buffer.closing
+                or retryable(error, self._request.address)
+                or self._is_elsewhere(error)
+            ):
+                return (
+                    "the server was silent, without even a heartbeat"
+                    if self._fell_silent
+                    else summary(error)
+                )
             raise failure(error, self._request.address, self._request.topology.rank) from None
         finally:
             writer.over = True
             self.buffer.wake_writer()
             call.cancel()
-        return None if writer.reported_all else "the server ended the stream before the end of the data"
+        return (
+            None
+            if writer.reported_all
+            else "the server ended the stream before the end of the data"
+        )
 
     def _is_elsewhere(self, error: grpc.RpcError) -> bool:
         """Whether a server no longer has the run, and another one may."""
@@ -201,7 +228,11 @@ class Connection:
             self._check_begin(end.end_index, "the end of the data")
             if self.buffer.end_reason is None:
                 dropped = end.dropped_samples
-                note = f" ({dropped} samples of an incomplete last micro-step were not delivered)" if dropped else ""
+                note = (
+                    f" ({dropped} samples of an incomplete last micro-step were not delivered)"
+                    if dropped
+                    else ""
+                )
                 log.info("%s ends: %s%s", self._request.address, end.reason, note)
             self.buffer.end(end.reason)
 
@@ -212,7 +243,9 @@ class Connection:
             self._base = Base(*delivered.base)
         begins = [begin_index, *ends[:-1]]
         if not ends or not all(map(lt, begins, ends)):
-            raise ProtocolError(f"the micro-steps of a message must ascend from {begin_index}, but end at {ends}")
+            raise ProtocolError(
+                f"the micro-steps of a message must ascend from {begin_index}, but end at {ends}"
+            )
         numbers = StepNumbers(
             begin_indices=begins,
             end_indices=ends,
@@ -227,7 +260,10 @@ class Connection:
         message: Steps
         if layout.rows:
             message = RowsMessage(
-                layout.batch_size, numbers, data=delivered.ids, buckets=[_bucket(each) for each in delivered.buckets]
+                layout.batch_size,
+                numbers,
+                data=delivered.ids,
+                buckets=[_bucket(each) for each in delivered.buckets],
             )
         else:
             message = Message(
@@ -238,7 +274,14 @@ class Connection:
                 document_starts=delivered.document_starts,
             )
         counts = zip(repeat(delivered.counts), count(1))
-        columns = zip(ends, numbers.total_tokens, numbers.real_tokens, delivered.digests, repeat(self._base), counts)
+        columns = zip(
+            ends,
+            numbers.total_tokens,
+            numbers.real_tokens,
+            delivered.digests,
+            repeat(self._base),
+            counts,
+        )
         # As Point does it, without a call of Python's for each.
         points = map(partial(tuple.__new__, Point), columns)
         return list(zip(points, repeat(message), count()))

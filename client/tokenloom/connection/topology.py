@@ -60,7 +60,9 @@ def resolve(
     ``single``: it is for one process, which need not know its place among the tasks of a SLURM job that it is none of.
     """
     if (rank is None) != (world_size is None):
-        raise ValueError(f"give both rank and world_size, or neither; got rank={rank}, world_size={world_size}")
+        raise ValueError(
+            f"give both rank and world_size, or neither; got rank={rank}, world_size={world_size}"
+        )
     members = f"of-{world_size}"
     if rank is None or world_size is None:
         if _is_grouped():
@@ -84,7 +86,9 @@ def resolve(
     if attempt is None:
         return _sharing(run, stream, rank, world_size, members, timeout_s)
     if not attempt:
-        raise ValueError("attempt is empty: it must be an id that is new for each launch and equal on its ranks")
+        raise ValueError(
+            "attempt is empty: it must be an id that is new for each launch and equal on its ranks"
+        )
     return Topology(rank, world_size, attempt)
 
 
@@ -110,8 +114,12 @@ def _launched(environ: Mapping[str, str]) -> tuple[int, int]:
         if world_size is None:
             continue
         if not world_size.isdecimal() or not (rank or "0").isdecimal():
-            raise ValueError(f"{rank_name}={rank!r} and {world_name}={world_size!r} must be integers")
-        in_shell = rank_name == "SLURM_PROCID" and "SLURM_STEP_ID" in environ and _step(environ) is None
+            raise ValueError(
+                f"{rank_name}={rank!r} and {world_name}={world_size!r} must be integers"
+            )
+        in_shell = (
+            rank_name == "SLURM_PROCID" and "SLURM_STEP_ID" in environ and _step(environ) is None
+        )
         if (rank is None or in_shell) and int(world_size) > 1:
             lack = "this shell is none of these tasks" if in_shell else f"{rank_name} is not set"
             raise ValueError(
@@ -127,7 +135,9 @@ def _launched(environ: Mapping[str, str]) -> tuple[int, int]:
     return 0, 1
 
 
-def _sharing(run: str, stream: str, rank: int, world_size: int, members: str, timeout_s: float) -> Topology:
+def _sharing(
+    run: str, stream: str, rank: int, world_size: int, members: str, timeout_s: float
+) -> Topology:
     """The slot under an attempt that nobody gave."""
     if world_size == 1:
         return Topology(rank, world_size, uuid.uuid4().hex)

@@ -40,11 +40,15 @@ class CommittedDataset(OrderDataset):
                 "optimiser step are fetched before the first is handed out"
             )
         if resume is not None and not resume:
-            raise ValueError('resume must be "latest", "fresh" or the id of a snapshot; got an empty text')
+            raise ValueError(
+                'resume must be "latest", "fresh" or the id of a snapshot; got an empty text'
+            )
         if at_end not in ("stop", "raise"):
             raise ValueError(f'at_end must be "stop" or "raise"; got {at_end!r}')
         if fork_from is not None and resume:
-            raise ValueError(f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them")
+            raise ValueError(
+                f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them"
+            )
         if isinstance(batch_size, int):
             check_count("batch_size", batch_size)
             fields["batch_size"] = batch_size

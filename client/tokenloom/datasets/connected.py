@@ -35,7 +35,9 @@ SlotOf: TypeAlias = Callable[..., Topology]
 TRAIN = "train"
 
 
-def _find_server(url: RunUrl, options: ConnectionOptions, stream: str, slot_of: SlotOf) -> tuple[RunServer, Topology]:
+def _find_server(
+    url: RunUrl, options: ConnectionOptions, stream: str, slot_of: SlotOf
+) -> tuple[RunServer, Topology]:
     """The server of a run, which is started where ``url`` is a mixture file, and this process's slot, by the name that
     its ranks have in common for the run."""
     slot_of = partial(slot_of, stream=stream, timeout_s=options.connect_timeout_s)
@@ -71,7 +73,9 @@ class ConnectedDataset(BatchDataset):
         fields["columns"] = check_columns(columns)
         server, self._topology = _find_server(url, options, stream, slot_of)
         #: What a Join asks for, where no state was loaded.
-        self._request = Request(server=server, topology=self._topology, stream=stream, options=options, **fields)
+        self._request = Request(
+            server=server, topology=self._topology, stream=stream, options=options, **fields
+        )
         closer = weakref.finalize(self, server.share().release)
         self._server_closer: weakref.finalize[[], ConnectedDataset] | None = closer
         # The process that joined. In memory that forked and spawned DataLoader workers share, so that the trainer's
@@ -137,7 +141,9 @@ class ConnectedDataset(BatchDataset):
         """
         self._check_state_is_here()
         connection = self._connection
-        metrics = Metrics() if connection is None else connection.buffer.metrics(connection.reconnects)
+        metrics = (
+            Metrics() if connection is None else connection.buffer.metrics(connection.reconnects)
+        )
         return metrics._asdict()
 
     def close(self) -> None:
@@ -155,8 +161,15 @@ class ConnectedDataset(BatchDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another client, also of a slot that nobody has taken yet, and joins by itself."""
-        own: dict[str, Any] = {"_server_closer": None, "_connection": None, "_closer": None, "_facts": None}
-        if get_spawning_popen() is None:  # a copy in this process, whose Join is no business of this one's
+        own: dict[str, Any] = {
+            "_server_closer": None,
+            "_connection": None,
+            "_closer": None,
+            "_facts": None,
+        }
+        if (
+            get_spawning_popen() is None
+        ):  # a copy in this process, whose Join is no business of this one's
             own |= {"_joined_in": None, "_joins": None}
         return self.__dict__ | own | {"_nonce": uuid.uuid4().hex}
 

@@ -60,7 +60,10 @@ def check(device: torch.device | None, caller: FrameType) -> None:
     if caller.f_globals.get("__name__") != _FETCHERS:
         return
     fetcher = caller.f_locals.get("self")
-    if getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate:
+    if (
+        getattr(fetcher, "auto_collation", False)
+        and getattr(fetcher, "collate_fn", None) is default_collate
+    ):
         raise RuntimeError(
             "this DataLoader makes batches (batch_size=1 unless another is given), but this dataset gives whole "
             "batches already, so tensors would get one dimension more: use dataset.dataloader(), or batch_size=None; "

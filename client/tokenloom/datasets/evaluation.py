@@ -53,9 +53,13 @@ class EvaluationDataset(TensorBatches):
         connection: ConnectionOptions | None = None,
     ) -> None:
         if not stream or stream == TRAIN:
-            raise ValueError(f"stream={stream!r} is trained on: use RemoteDataset, or PeekDataset to look at it")
+            raise ValueError(
+                f"stream={stream!r} is trained on: use RemoteDataset, or PeekDataset to look at it"
+            )
         if not batch_size:
-            raise ValueError(f"stream={stream!r}: batch_size is missing; give the samples of a rank and micro-step")
+            raise ValueError(
+                f"stream={stream!r}: batch_size is missing; give the samples of a rank and micro-step"
+            )
         check_count("batch_size", batch_size)
         if samples is not None:
             check_count("samples", samples)
@@ -65,7 +69,13 @@ class EvaluationDataset(TensorBatches):
         attempt = None if starts_server else stream
         super().__init__(
             url,
-            partial(resolve, rank=rank, world_size=world_size, attempt=attempt, process_group=process_group),
+            partial(
+                resolve,
+                rank=rank,
+                world_size=world_size,
+                attempt=attempt,
+                process_group=process_group,
+            ),
             connection,
             stream=stream,
             batch_size=batch_size,

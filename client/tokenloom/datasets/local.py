@@ -44,10 +44,14 @@ class LocalDataset(TrainingDataset):
     ) -> None:
         mixture = mixture_path(path)
         if mixture is None:
-            raise ValueError(f"a LocalDataset needs no server: give the path of a mixture file (.yaml), not {path!r}")
+            raise ValueError(
+                f"a LocalDataset needs no server: give the path of a mixture file (.yaml), not {path!r}"
+            )
         (connection or ConnectionOptions()).refuse_credentials(mixture)
         # An attempt of its own: there is no other rank to share one with.
-        slot = resolve(str(mixture), stream=TRAIN, timeout_s=0, attempt=uuid.uuid4().hex, single=True)
+        slot = resolve(
+            str(mixture), stream=TRAIN, timeout_s=0, attempt=uuid.uuid4().hex, single=True
+        )
         if slot.world_size > 1:
             raise ValueError(
                 f"a LocalDataset is for one process alone, and this is rank {slot.rank} of {slot.world_size}: use "

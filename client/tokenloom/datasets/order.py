@@ -64,7 +64,9 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
     def _next(self) -> dict[str, Any]:
         self._check_process()
         self._check_not_closed()
-        assert self._connection is not None and self._history is not None, "the iterator was made by a Join"
+        assert self._connection is not None and self._history is not None, (
+            "the iterator was made by a Join"
+        )
         taken = self._connection.take()
         if taken is None:
             self._history.finish()

@@ -38,7 +38,9 @@ class PeekDataset(TensorBatches, OrderDataset):
         if batch_size is not None:
             check_count("batch_size", batch_size)
         if at == "":
-            raise ValueError('at must be a sample index, a state, "latest", "fresh" or the id of a snapshot; got ""')
+            raise ValueError(
+                'at must be a sample index, a state, "latest", "fresh" or the id of a snapshot; got ""'
+            )
         super().__init__(
             url,
             lambda *_, **__: ALONE,

@@ -41,7 +41,9 @@ class PeerLine:
     def __init__(self, peers: Sequence[int], timeout_s: float) -> None:
         """On all processes of a group at the same time; the first of ``peers`` leads. They wait so long at most."""
         if dist.get_rank() not in peers:
-            raise ValueError(f"this process (global rank {dist.get_rank()}) is none of the peers {list(peers)}")
+            raise ValueError(
+                f"this process (global rank {dist.get_rank()}) is none of the peers {list(peers)}"
+            )
         self.leader = peers[0]
         self.leads = dist.get_rank() == self.leader
         # Bytes of a body that a frame has room for.
@@ -52,7 +54,10 @@ class PeerLine:
             # Of its own, on the CPU, so that its order is nobody else's business. Known to its members only: a job
             # may have thousands of such groups.
             self._group = dist.new_group(
-                list(peers), timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
+                list(peers),
+                timeout=timedelta(seconds=timeout_s),
+                backend="gloo",
+                use_local_synchronization=True,
             )
 
     def send_error(self, error: Exception) -> None:
@@ -114,5 +119,8 @@ class PeerLine:
 
     def _error(self, document: Mapping[str, str]) -> Exception:
         name, message = document["name"], document["message"]
-        error = named(name, f"{message} (met by global rank {self.leader}, which leads this model-parallel group)")
+        error = named(
+            name,
+            f"{message} (met by global rank {self.leader}, which leads this model-parallel group)",
+        )
         return error if type(error).__name__ == name else RuntimeError(str(error))

@@ -84,7 +84,13 @@ class RemoteDataset(TrainingDataset):
     ) -> None:
         super().__init__(
             url,
-            partial(resolve, rank=rank, world_size=world_size, attempt=attempt, process_group=process_group),
+            partial(
+                resolve,
+                rank=rank,
+                world_size=world_size,
+                attempt=attempt,
+                process_group=process_group,
+            ),
             connection,
             batch_size=batch_size,
             resume=resume,

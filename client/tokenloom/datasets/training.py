@@ -41,7 +41,10 @@ class TrainingDataset(TensorBatches, CommittedDataset):
         )
 
     def peek(
-        self, at: int | str | Mapping[str, Any] | None = None, *, columns: Iterable[str] | None = None
+        self,
+        at: int | str | Mapping[str, Any] | None = None,
+        *,
+        columns: Iterable[str] | None = None,
     ) -> PeekDataset:
         """A look at this run's order, by the same server: see ``PeekDataset``. Close both."""
         request = self._request

@@ -46,7 +46,10 @@ class TokenloomLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Goes on after the last batch taken, as the dataset does."""
-        return map(partial(send_to_device, device=self._accelerator.device, non_blocking=True), self._dataset)
+        return map(
+            partial(send_to_device, device=self._accelerator.device, non_blocking=True),
+            self._dataset,
+        )
 
     def state_dict(self) -> dict[str, str]:
         """The dataset's; raises ``RuntimeError`` in the midst of an optimiser step."""

@@ -91,7 +91,9 @@ class TokenloomDataModule(Positioned, LightningDataModule):
     @property
     def _active(self) -> _Loader:
         if self._loader is None:
-            raise RuntimeError("only known while trainer.fit() runs: the dataset is made in its setup()")
+            raise RuntimeError(
+                "only known while trainer.fit() runs: the dataset is made in its setup()"
+            )
         return self._loader
 
     # What Lightning calls, in this order
@@ -102,7 +104,9 @@ class TokenloomDataModule(Positioned, LightningDataModule):
         if self._validation is not None and stage == "validate":
             common = {name: value for name, value in self._options.items() if name in _COMMON}
             common["batch_size"] = self._batch_size
-            self._evaluation = _Evaluation(EvaluationDataset(self._url, **(common | dict(self._validation))))
+            self._evaluation = _Evaluation(
+                EvaluationDataset(self._url, **(common | dict(self._validation)))
+            )
         if stage != "fit":
             return
         self._loader = self._opened()
@@ -114,7 +118,9 @@ class TokenloomDataModule(Positioned, LightningDataModule):
 
     def _opened(self) -> _Loader:
         accumulate: int = self._trainer.accumulate_grad_batches
-        dataset = RemoteDataset(self._url, self._batch_size, **({"accumulate": accumulate} | self._options))
+        dataset = RemoteDataset(
+            self._url, self._batch_size, **({"accumulate": accumulate} | self._options)
+        )
         if self._state:
             dataset.load_state_dict(self._state)
         return _Loader(dataset)
@@ -131,7 +137,9 @@ class TokenloomDataModule(Positioned, LightningDataModule):
         if not self._loader.begun:
             dataset.load_state_dict(self._state)
             return
-        if self._state == {KEY: dataset._start.text}:  # saved before the Join, which found out where it begins
+        if self._state == {
+            KEY: dataset._start.text
+        }:  # saved before the Join, which found out where it begins
             self._state = dict(dataset.state_dict(at=dataset.start_index))
         self._loader = self._opened()
         dataset.close()
@@ -182,7 +190,9 @@ class TokenloomDataModule(Positioned, LightningDataModule):
 
     @property
     def _trainer(self) -> Trainer:
-        assert self.trainer is not None, "Lightning gives a data module its trainer before it calls its hooks"
+        assert self.trainer is not None, (
+            "Lightning gives a data module its trainer before it calls its hooks"
+        )
         return self.trainer
 
 
@@ -265,7 +275,11 @@ class _Loader:
             if fetched.place.sample_index == index:
                 self._begun = fetched.place
                 return
-        kind = f"one with sample_index={index}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        kind = (
+            f"one with sample_index={index}"
+            if isinstance(batch, Mapping)
+            else f"a {type(batch).__name__}"
+        )
         raise RuntimeError(
             "Lightning trains on a batch that is not one of this data module's: each must come with the sample_index "
             f"that it was given out with, and this is {kind}. Leave sample_index in the batch where "
@@ -324,15 +338,24 @@ class _Follower(Callback):
         #: Lightning's counters of batches after the last optimiser step.
         self._progress: dict[str, Any] = {}
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         batches = trainer.accumulate_grad_batches
-        check_accumulate(self.loader.dataset, batches, "the Trainer steps each accumulate_grad_batches")
+        check_accumulate(
+            self.loader.dataset, batches, "the Trainer steps each accumulate_grad_batches"
+        )
         if self.loader.stepped:
             self._global_step = trainer.global_step
             counters = trainer.fit_loop.epoch_loop.state_dict()
-            for counted in counters["batch_progress"]["total"], counters["batch_progress"]["current"]:
+            for counted in (
+                counters["batch_progress"]["total"],
+                counters["batch_progress"]["current"],
+            ):
                 counted["ready"] -= 1  # this one
-            self._progress = {name: deepcopy(counters[name]) for name in ("state_dict", "batch_progress")}
+            self._progress = {
+                name: deepcopy(counters[name]) for name in ("state_dict", "batch_progress")
+            }
         self.loader.begin(batch)
 
     def on_train_batch_end(
@@ -341,7 +364,9 @@ class _Follower(Callback):
         stepped = trainer.global_step != self._global_step or not pl_module.automatic_optimization
         self.loader.end(stepped=stepped)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         if self.loader.stepped:
             return
         checkpoint[self._key] = self.loader.state_of_data(stepped=True)

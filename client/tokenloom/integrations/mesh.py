@@ -69,9 +69,16 @@ def mesh_dataset(
     sizes = [mesh.size(dim) for dim in dims]
     # Row by row, as processes of the mesh are counted.
     rank = int(np.ravel_multi_index([place[dim] for dim in dims], sizes)) if dims else 0
-    peers = mesh.mesh[tuple(place[dim] if dim in dims else slice(None) for dim in range(len(place)))]
+    peers = mesh.mesh[
+        tuple(place[dim] if dim in dims else slice(None) for dim in range(len(place)))
+    ]
     return GroupDataset(
-        url, batch_size, rank=rank, world_size=int(np.prod(sizes)), peers=peers.flatten().tolist(), **options
+        url,
+        batch_size,
+        rank=rank,
+        world_size=int(np.prod(sizes)),
+        peers=peers.flatten().tolist(),
+        **options,
     )
 
 
@@ -113,12 +120,20 @@ class GroupDataset(ResumableDataset, IterableDataset[Batch]):
     ) -> None:
         super().__init__()
         if options.get("process_group"):
-            raise ValueError("process_group is not for a model-parallel group, whose place says which rank it is")
+            raise ValueError(
+                "process_group is not for a model-parallel group, whose place says which rank it is"
+            )
         if options.get("device") is not None:
-            raise ValueError("device: batches are handed on to peers on the CPU; move them to the device yourself")
+            raise ValueError(
+                "device: batches are handed on to peers on the CPU; move them to the device yourself"
+            )
         connection = connection or ConnectionOptions()
         self._topology = Topology(rank, world_size, attempt="")
-        timeouts = connection.connect_timeout_s, connection.reconnect_timeout_s, connection.batch_timeout_s
+        timeouts = (
+            connection.connect_timeout_s,
+            connection.reconnect_timeout_s,
+            connection.batch_timeout_s,
+        )
         self._line = PeerLine(peers, sum(timeouts) + MARGIN_S)
         self._dataset: RemoteDataset | None = None
         self._batches: Iterator[Batch] | None = None
@@ -130,7 +145,12 @@ class GroupDataset(ResumableDataset, IterableDataset[Batch]):
         if self.leads:
             try:
                 self._dataset = RemoteDataset(
-                    url, batch_size, rank=rank, world_size=world_size, connection=connection, **options
+                    url,
+                    batch_size,
+                    rank=rank,
+                    world_size=world_size,
+                    connection=connection,
+                    **options,
                 )
             except Exception as error:
                 self._line.send_error(error)
@@ -156,7 +176,9 @@ class GroupDataset(ResumableDataset, IterableDataset[Batch]):
     def __iter__(self) -> GroupDataset:
         """Joins the run if that was not done, and goes on after the last batch yielded."""
         if get_worker_info() is not None:
-            raise RuntimeError("batches are broadcast among the trainers' processes: use no DataLoader worker")
+            raise RuntimeError(
+                "batches are broadcast among the trainers' processes: use no DataLoader worker"
+            )
         if self._history is None and self._end is None:
             try:
                 self._open()
@@ -191,7 +213,9 @@ class GroupDataset(ResumableDataset, IterableDataset[Batch]):
             self._base = _base(base)
             loaded = Loaded.read({KEY: opened["loaded"]}) if opened["own"] else None
             assert not isinstance(loaded, Older)
-            self._history = History(opened["template"].encode(), Point(index, tokens, real, digest, self._base), loaded)
+            self._history = History(
+                opened["template"].encode(), Point(index, tokens, real, digest, self._base), loaded
+            )
             sources = [Source(*source) for source in opened["facts"]["sources"]]
             form = SampleForm(*opened["facts"]["form"])
             self._facts = RunFacts(**(opened["facts"] | {"form": form, "sources": sources}))
@@ -274,7 +298,9 @@ class GroupDataset(ResumableDataset, IterableDataset[Batch]):
             self._dataset.close()
 
 
-def context_slice(batch: Batch, rank: int, size: int, *, labels: str, load_balanced: bool = False) -> Batch:
+def context_slice(
+    batch: Batch, rank: int, size: int, *, labels: str, load_balanced: bool = False
+) -> Batch:
     """What of a batch is a context-parallel rank's: [B, L / size] of each column that has a place for each token.
 
     Contiguous, or ``load_balanced`` as torch's ``context_parallel`` has it: of 2 × ``size`` parts the one at ``rank``
@@ -296,7 +322,9 @@ def context_slice(batch: Batch, rank: int, size: int, *, labels: str, load_balan
     whole: dict[str, Any] = dict(batch)
     whole.setdefault("position_ids", torch.arange(length).expand_as(batch["input_ids"]))
     if labels not in ("same", "shifted"):
-        raise ValueError(f'labels must be "same" or "shifted", as dataset.labels says; got {labels!r}')
+        raise ValueError(
+            f'labels must be "same" or "shifted", as dataset.labels says; got {labels!r}'
+        )
     if labels == "same":
         for name, last in (("labels", IGNORED), ("loss_mask", 0)):
             if name in whole:
@@ -305,7 +333,9 @@ def context_slice(batch: Batch, rank: int, size: int, *, labels: str, load_balan
     parts = [rank, count - 1 - rank] if load_balanced else [rank]
     for name in SEQUENCES:
         if name in whole:
-            whole[name] = torch.cat([whole[name][:, part * width : (part + 1) * width] for part in parts], dim=1)
+            whole[name] = torch.cat(
+                [whole[name][:, part * width : (part + 1) * width] for part in parts], dim=1
+            )
     return cast("Batch", whole)
 
 

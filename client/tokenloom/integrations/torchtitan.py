@@ -77,7 +77,9 @@ class TokenloomDataLoader:
         elif seq_len is not None and local_batch_size is not None:
             self._length, size = seq_len, local_batch_size
         else:
-            raise ValueError("give max_context_length and num_tokens_per_batch, or seq_len and local_batch_size")
+            raise ValueError(
+                "give max_context_length and num_tokens_per_batch, or seq_len and local_batch_size"
+            )
         self._config = config
         #: Where the batches come from: ``sample_index``, ``total_tokens``, ``digest``, …
         self.dataset: GroupDataset | EvaluationDataset
@@ -87,7 +89,12 @@ class TokenloomDataLoader:
         if config.stream != TRAIN:
             # Who evaluates takes no slot of the run, so each process may have a stream of its own.
             self.dataset = EvaluationDataset(
-                config.url, size, stream=config.stream, rank=dp_rank, world_size=dp_world_size, **options
+                config.url,
+                size,
+                stream=config.stream,
+                rank=dp_rank,
+                world_size=dp_world_size,
+                **options,
             )
             return
         one_each = not dist.is_initialized() or dp_world_size == dist.get_world_size()
@@ -96,7 +103,9 @@ class TokenloomDataLoader:
             size,
             rank=dp_rank,
             world_size=dp_world_size,
-            peers=[dist.get_rank() if dist.is_initialized() else 0] if one_each else peers_of(dp_rank),
+            peers=[dist.get_rank() if dist.is_initialized() else 0]
+            if one_each
+            else peers_of(dp_rank),
             **options,
         )
 
@@ -120,7 +129,9 @@ class TokenloomDataLoader:
         if self._config.positions:
             inputs["positions"] = batch["position_ids"]
         if self._flat:
-            return {name: column.flatten() for name, column in inputs.items()}, batch["labels"].flatten()
+            return {name: column.flatten() for name, column in inputs.items()}, batch[
+                "labels"
+            ].flatten()
         return inputs, batch["labels"]
 
     def state_dict(self) -> dict[str, str]:

@@ -49,7 +49,9 @@ class Tracker:
         state = json.loads(self._dataset.state_dict()[KEY])
         # Of the last batch's samples; revisions to come stand there, too.
         revisions = state["resume_state"].get("revisions", ())
-        figures["revision"] = sum(each["sample_index"] < state["sample_index"] for each in revisions)
+        figures["revision"] = sum(
+            each["sample_index"] < state["sample_index"] for each in revisions
+        )
         tokens = {spec: counts["real_tokens"] for spec, counts in state["counts"].items()}
         recent = {spec: count - self._tokens.get(spec, 0) for spec, count in tokens.items()}
         names: dict[int, str] = {}
@@ -59,10 +61,16 @@ class Tracker:
         ids = {source.spec: source.id for source in self._dataset.sources}
         for name, counts in (("share", tokens), ("recent_share", recent)):
             total = sum(counts.values())
-            figures |= {f"{name}/{names[ids[spec]]}": count / total for spec, count in counts.items() if total}
+            figures |= {
+                f"{name}/{names[ids[spec]]}": count / total
+                for spec, count in counts.items()
+                if total
+            }
         self._tokens = tokens
         if losses is not None:
-            figures |= {f"loss/{names[source_id]}": loss for source_id, (loss, _) in losses.by_id.items()}
+            figures |= {
+                f"loss/{names[source_id]}": loss for source_id, (loss, _) in losses.by_id.items()
+            }
         return {f"tokenloom/{name}": value for name, value in figures.items()}
 
 

@@ -39,7 +39,9 @@ def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
 def step_of(checkpoint: Path) -> int:
     """Trainer's number of optimiser steps at a checkpoint that was saved whole."""
-    return int(json.loads((checkpoint / TRAINER_STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+    return int(
+        json.loads((checkpoint / TRAINER_STATE_FILE).read_text(encoding="utf-8"))["global_step"]
+    )
 
 
 def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
@@ -63,7 +65,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f'known. If it is, put it into that file: a dataset\'s state_dict() as JSON, or {{"sample_index": N}}'
         ) from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); expected what RemoteDataset.state_dict() gave") from None
+        raise ValueError(
+            f"{path} is no JSON ({error}); expected what RemoteDataset.state_dict() gave"
+        ) from None
     if not isinstance(state, dict):
-        raise ValueError(f"{path} holds a {type(state).__name__}; expected what RemoteDataset.state_dict() gave")
+        raise ValueError(
+            f"{path} holds a {type(state).__name__}; expected what RemoteDataset.state_dict() gave"
+        )
     return state

@@ -117,7 +117,9 @@ class TokenloomMixin(_Trainer):
             super().__init__(model, args, *positional, **named)
         finally:
             if args is not None:
-                args.max_steps = self._max_steps  # the caller's, who may use them for another training
+                args.max_steps = (
+                    self._max_steps
+                )  # the caller's, who may use them for another training
         # Data go on from their own state; Trainer would read all batches again to find its place.
         self.args.ignore_data_skip = True
         self.add_callback(_Flow(self))
@@ -153,7 +155,9 @@ class TokenloomMixin(_Trainer):
                 )
         if self._target_tokens is not None:
             steps = self._resumed_step + self._steps_left(size)
-            self.args.max_steps = max(1, min(steps, self._max_steps) if self._max_steps > 0 else steps)
+            self.args.max_steps = max(
+                1, min(steps, self._max_steps) if self._max_steps > 0 else steps
+            )
         self._ends = {self._resumed_step: dataset.sample_index}
         return _loader(dataset, lambda batch: batch)
 
@@ -167,7 +171,9 @@ class TokenloomMixin(_Trainer):
         loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)
         return loader
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> tuple[list[Any], Any]:
         """The batches of one optimiser step; none where the training is over."""
         if self._is_over:
             self.control.should_training_stop = True
@@ -189,7 +195,9 @@ class TokenloomMixin(_Trainer):
             return [], None
         return batches, items
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any
+    ) -> torch.Tensor:
         """Sets the rate by the batch's tokens, and gives the model what is for it."""
         self._total_tokens = inputs["total_tokens"]
         if isinstance(self.lr_scheduler, _ByTokens):
@@ -213,7 +221,9 @@ class TokenloomMixin(_Trainer):
         ):
             # Of all of the step's batches already, where the dataset knows how many there are.
             counted = batch_samples[:1] if self._tokenloom_dataset.accumulate > 1 else batch_samples
-            return torch.tensor(sum(batch["global_label_tokens"] for batch in counted), device=device)
+            return torch.tensor(
+                sum(batch["global_label_tokens"] for batch in counted), device=device
+            )
         return super()._get_num_items_in_batch(batch_samples, device)
 
     # Learning rate
@@ -231,7 +241,9 @@ class TokenloomMixin(_Trainer):
 
     # Checkpoints
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any
+    ) -> Any:
         """As Trainer's; the data go on from the checkpoint, too. ``True`` takes the last whole one."""
         self._total_tokens = None
         self._resumed_step = 0
@@ -254,7 +266,9 @@ class TokenloomMixin(_Trainer):
     def _save_checkpoint(self, model: Any, trial: Any, *rest: Any, **named: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            write_state(folder, self._tokenloom_dataset.state_dict(at=self._ends[self.state.global_step]))
+            write_state(
+                folder, self._tokenloom_dataset.state_dict(at=self._ends[self.state.global_step])
+            )
         super()._save_checkpoint(model, trial, *rest, **named)
         self._saved_step = self.state.global_step
 
@@ -279,7 +293,9 @@ class TokenloomMixin(_Trainer):
     def _tokenloom_dataset(self) -> TrainingDataset:
         dataset = self.train_dataset
         if not isinstance(dataset, TrainingDataset):
-            raise ValueError(f"train_dataset must be a tokenloom.RemoteDataset; got a {type(dataset).__name__}")
+            raise ValueError(
+                f"train_dataset must be a tokenloom.RemoteDataset; got a {type(dataset).__name__}"
+            )
         return dataset
 
     def _steps_left(self, size: Any) -> int:
@@ -318,7 +334,9 @@ class TokenloomMixin(_Trainer):
 
     @property
     def _is_over(self) -> bool:
-        return self.state.global_step >= self.state.max_steps or (self._target_tokens is not None and self._share >= 1)
+        return self.state.global_step >= self.state.max_steps or (
+            self._target_tokens is not None and self._share >= 1
+        )
 
 
 class TokenloomTrainer(TokenloomMixin, Trainer):
@@ -330,12 +348,29 @@ def _check_arguments(args: TrainingArguments) -> None:
     reads = "each process reads its own batches, which are fetched in the background already"
     for name, value, wanted, why in (
         ("dataloader_num_workers", args.dataloader_num_workers, 0, reads),
-        ("accelerator_config.dispatch_batches", bool(args.accelerator_config.dispatch_batches), False, reads),
-        ("accelerator_config.split_batches", bool(args.accelerator_config.split_batches), False, reads),
-        ("auto_find_batch_size", args.auto_find_batch_size, False, "the batch size is the dataset's"),
+        (
+            "accelerator_config.dispatch_batches",
+            bool(args.accelerator_config.dispatch_batches),
+            False,
+            reads,
+        ),
+        (
+            "accelerator_config.split_batches",
+            bool(args.accelerator_config.split_batches),
+            False,
+            reads,
+        ),
+        (
+            "auto_find_batch_size",
+            args.auto_find_batch_size,
+            False,
+            "the batch size is the dataset's",
+        ),
     ):
         if value != wanted:
-            raise ValueError(f"{name}={value!r} is not for a RemoteDataset: {why}. Set it to {wanted!r}")
+            raise ValueError(
+                f"{name}={value!r} is not for a RemoteDataset: {why}. Set it to {wanted!r}"
+            )
 
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -379,12 +414,16 @@ class _Flow(TrainerCallback):
     def __init__(self, trainer: TokenloomMixin) -> None:
         self._trainer = trainer
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         if (progress := self._trainer._progress) is not None:
             progress.load_state_dict({"global_step": state.global_step})
             progress.start()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         if (progress := self._trainer._progress) is not None:
             progress.close()
 

@@ -25,9 +25,13 @@ class TokenloomSFTTrainer(TokenloomMixin, SFTTrainer):
     ``padding_free``, ``completion_only_loss`` and ``assistant_only_loss``.
     """
 
-    def __init__(self, model: Any, args: SFTConfig, *, train_dataset: TrainingDataset, **named: Any) -> None:
+    def __init__(
+        self, model: Any, args: SFTConfig, *, train_dataset: TrainingDataset, **named: Any
+    ) -> None:
         if not isinstance(train_dataset, TrainingDataset):
-            raise ValueError(f"train_dataset must be a tokenloom.RemoteDataset; got a {type(train_dataset).__name__}")
+            raise ValueError(
+                f"train_dataset must be a tokenloom.RemoteDataset; got a {type(train_dataset).__name__}"
+            )
         for name, instead in (
             ("packing", "packing"),
             ("padding_free", "packing"),

@@ -61,7 +61,9 @@ class ChildServer:
         where it says nothing.
         """
         require_server(mixture)
-        self.mixture = mixture.absolute()  # a training script may go elsewhere before the server dies
+        self.mixture = (
+            mixture.absolute()
+        )  # a training script may go elsewhere before the server dies
         self.token = secrets.token_hex(32)
         self.folder = _folder(mixture)
         self.log = self.folder / "server.log"
@@ -84,7 +86,9 @@ class ChildServer:
         self._thread.start()
         try:
             self._started.wait()
-        except BaseException:  # a Ctrl-C: nobody would end the server otherwise, before this process ends
+        except (
+            BaseException
+        ):  # a Ctrl-C: nobody would end the server otherwise, before this process ends
             self.close()
             raise
         if self._failed is not None:
@@ -131,10 +135,16 @@ class ChildServer:
                 attempts = attempts + 1 if time.monotonic() - began < SOUND_S else 1
                 ending = f"the server of {self.mixture} ended with {_status(status)}; its log is {self.log}"
                 if attempts >= ATTEMPTS:
-                    raise ServerUnavailable(f"{ending}, {attempts} times in a row:\n{_tail(self.log, 0)}")
+                    raise ServerUnavailable(
+                        f"{ending}, {attempts} times in a row:\n{_tail(self.log, 0)}"
+                    )
                 log.warning("%s; starting it again", ending)
         except Exception as error:
-            failure = error if isinstance(error, TokenloomError) else ServerUnavailable(f"{self.mixture}: {error}")
+            failure = (
+                error
+                if isinstance(error, TokenloomError)
+                else ServerUnavailable(f"{self.mixture}: {error}")
+            )
             with self._lock:
                 self._failed = failure
                 watchers = list(self._watchers)
@@ -147,8 +157,23 @@ class ChildServer:
 
     def _start(self) -> bool:
         """Starts the process and waits until it is ready. False where that is not wanted any more."""
-        command = [sys.executable, "-m", "tokenloom_server", "serve", str(self.mixture), "--grpc", self._grpc]
-        command += ["--rest", "127.0.0.1:0", "--ready-file", str(self._ready_file), "--parent", str(os.getpid())]
+        command = [
+            sys.executable,
+            "-m",
+            "tokenloom_server",
+            "serve",
+            str(self.mixture),
+            "--grpc",
+            self._grpc,
+        ]
+        command += [
+            "--rest",
+            "127.0.0.1:0",
+            "--ready-file",
+            str(self._ready_file),
+            "--parent",
+            str(os.getpid()),
+        ]
         # Nobody but this launch can reach this server, so whoever trained before is gone. And the lease is for moves
         # to another machine or address alone: whoever starts waits for that.
         command += ["--liveness", "0", "--lease", str(LEASE_S)]
@@ -176,7 +201,11 @@ class ChildServer:
                 _end(process)
                 return False
             if status is not None:
-                raise _why(self.log, log_begin, f"the server of {self.mixture} ended with {_status(status)}")
+                raise _why(
+                    self.log,
+                    log_begin,
+                    f"the server of {self.mixture} ended with {_status(status)}",
+                )
             if time.monotonic() > deadline:
                 _end(process)
                 raise ServerUnavailable(
@@ -215,7 +244,9 @@ class ChildServers:
             server.users -= 1
             if server.users:
                 return
-            self._servers = {key: other for key, other in self._servers.items() if other is not server}
+            self._servers = {
+                key: other for key, other in self._servers.items() if other is not server
+            }
             server.close()
 
 
@@ -271,7 +302,11 @@ def _read(ready_file: Path) -> dict[str, Any] | None:
 
 def _environment(environment: Mapping[str, str], token: str) -> dict[str, str]:
     """This process's, with the server's own token. Threads are counted for the ranks of a machine, not for it."""
-    kept = {k: v for k, v in environment.items() if k not in (f"{CONTROL_VARIABLE}_FILE", "OMP_NUM_THREADS")}
+    kept = {
+        k: v
+        for k, v in environment.items()
+        if k not in (f"{CONTROL_VARIABLE}_FILE", "OMP_NUM_THREADS")
+    }
     return kept | {CONTROL_VARIABLE: token}
 
 

@@ -32,14 +32,18 @@ class InProcessServer(RunServer):
         from tokenloom_server.api.local import LocalServer
 
         self._server = LocalServer(mixture)
-        super().__init__(Address((str(mixture),), self._server.run, connect=self.connect), Credentials())
+        super().__init__(
+            Address((str(mixture),), self._server.run, connect=self.connect), Credentials()
+        )
         self._channel: grpc.Channel | None = None
         self._pid: int | None = None
 
     def connect(self) -> grpc.Channel:
         """To the run, which is brought up where it was not. Raises what is wrong with sources, tokeniser and
         mixture."""
-        if self._channel is None or self._pid != os.getpid():  # a forked child has none of its parent's threads
+        if (
+            self._channel is None or self._pid != os.getpid()
+        ):  # a forked child has none of its parent's threads
             self._channel = self._server.start()
             self._pid = os.getpid()
         return self._channel

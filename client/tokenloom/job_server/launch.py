@@ -53,7 +53,11 @@ class LaunchServer(RunServer):
         self._store = _store(topology)
         self._server: ChildServer | None = None
         self._pid = os.getpid()
-        entry = self._serve(mixture, timeout_s) if topology.rank == 0 else self._await_entry(mixture, timeout_s)
+        entry = (
+            self._serve(mixture, timeout_s)
+            if topology.rank == 0
+            else self._await_entry(mixture, timeout_s)
+        )
         # Without TLS, to other machines, too: it went there through the store already, and serves this launch alone.
         super().__init__(Address.parse(entry["url"]), Credentials(token=entry["token"]))
 
@@ -79,7 +83,10 @@ class LaunchServer(RunServer):
             _SERVERS.give_back(server)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_store": None, "_server": None}  # of another process: it only reads
+        return self.__dict__ | {
+            "_store": None,
+            "_server": None,
+        }  # of another process: it only reads
 
     def _serve(self, mixture: Path, timeout_s: float) -> dict[str, str]:
         """Starts the server, and tells the other ranks its URL and token, or why there is none."""
@@ -89,7 +96,9 @@ class LaunchServer(RunServer):
             self._server = _SERVERS.take(mixture, host, timeout_s)
         except Exception as error:
             if self._store is not None:
-                self._store.set(key, json.dumps({"error": type(error).__name__, "message": str(error)}))
+                self._store.set(
+                    key, json.dumps({"error": type(error).__name__, "message": str(error)})
+                )
             raise
         entry = {"url": self._server.url, "token": self._server.token}
         if self._store is not None:
@@ -159,7 +168,9 @@ def reachable_host(environment: Mapping[str, str]) -> str:
     """An address of this machine that the others know it by: what ``TOKENLOOM_HOST`` says, else the launcher's
     ``MASTER_ADDR`` where that is here, else the host name's. IPv6 in brackets. Raises ``TokenloomError``."""
     names = [environment[HOST_VARIABLE]] if HOST_VARIABLE in environment else []
-    names = names or [name for name in (environment.get("MASTER_ADDR"), socket.gethostname()) if name]
+    names = names or [
+        name for name in (environment.get("MASTER_ADDR"), socket.gethostname()) if name
+    ]
     for name in names:
         if (host := _own_address(name)) is not None:
             return host

@@ -24,7 +24,11 @@ def require_server(mixture: Path, needed: Iterable[str] = _NEEDED) -> None:
     """Raises ``ModuleNotFoundError`` where the server's packages are not installed beside the client."""
     missing = [name for name in needed if find_spec(name) is None]
     if missing or sys.version_info < (3, 11):
-        lack = f"Python {sys.version_info.major}.{sys.version_info.minor}" if not missing else f"no {missing[0]!r}"
+        lack = (
+            f"Python {sys.version_info.major}.{sys.version_info.minor}"
+            if not missing
+            else f"no {missing[0]!r}"
+        )
         raise ModuleNotFoundError(
             f"{str(mixture)!r} is a mixture file, so the server would be started here, and there is {lack}: the "
             "server wants Python 3.11 or newer and its packages, pip install 'tokenloom[server]'. Or give the address "

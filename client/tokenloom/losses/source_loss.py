@@ -132,7 +132,9 @@ class SourceLoss:
             sums.zero_()
         return means
 
-    def report(self, means: MeanLosses, *, step: int | None = None, learning_rate: float | None = None) -> None:
+    def report(
+        self, means: MeanLosses, *, step: int | None = None, learning_rate: float | None = None
+    ) -> None:
         """Shows what was reduced at the server: in its figures, metrics and page. Rank 0 sends it, in the background; a
         server that cannot be reached neither delays nor ends the training.
 
@@ -144,8 +146,14 @@ class SourceLoss:
         finite = {source: each for source, each in means.by_id.items() if math.isfinite(each[0])}
         if len(finite) < len(means.by_id) and not self._warned:
             self._warned = True
-            named = ", ".join(name for name, loss in means.losses.items() if not math.isfinite(loss))
-            log.warning("the loss of %s is not finite at sample %d, and is not reported", named, means.sample_index)
+            named = ", ".join(
+                name for name, loss in means.losses.items() if not math.isfinite(loss)
+            )
+            log.warning(
+                "the loss of %s is not finite at sample %d, and is not reported",
+                named,
+                means.sample_index,
+            )
         self._dataset.report(
             finite,
             sample_index=means.sample_index,
@@ -168,7 +176,9 @@ class SourceLoss:
             dtype = torch.float32 if device.type == "mps" else torch.float64
             self._sums = torch.zeros(2, self._room + 1, dtype=dtype, device=device)
         elif self._sums.device != device:
-            raise ValueError(f"losses came on {self._sums.device} before, and now on {device}: keep them on one device")
+            raise ValueError(
+                f"losses came on {self._sums.device} before, and now on {device}: keep them on one device"
+            )
         return self._sums
 
     def _by_sample(
@@ -177,7 +187,11 @@ class SourceLoss:
         """Each sample's sum of losses, and the tokens in it."""
         if labels is not None and labels.dim() == 2:
             labels = labels.to(losses.device, non_blocking=True)
-            width = losses.shape[1] if losses.dim() == 2 else labels.shape[1] - (self._dataset.labels == "same")
+            width = (
+                losses.shape[1]
+                if losses.dim() == 2
+                else labels.shape[1] - (self._dataset.labels == "same")
+            )
             first = labels.shape[1] - width
             if first not in (0, 1):
                 raise ValueError(

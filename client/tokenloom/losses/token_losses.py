@@ -32,7 +32,9 @@ def mean_loss(losses: torch.Tensor, batch: Mapping[str, Any], dataset: HasRanks)
     samples, and for a batch whose labels the server has not counted.
     """
     count: int = batch["global_label_tokens"]
-    if losses.dim() != 2 or (not count and ("labels" not in batch or bool((batch["labels"][:, 1:] != IGNORED).any()))):
+    if losses.dim() != 2 or (
+        not count and ("labels" not in batch or bool((batch["labels"][:, 1:] != IGNORED).any()))
+    ):
         raise ValueError(
             f"losses have the shape {list(losses.shape)}, and the batch has global_label_tokens={count}: expected a "
             "loss for each token, [B, L] or [B, L - 1], and labels that the server counts, which it does not for rows "
@@ -72,7 +74,10 @@ def token_losses(
             here = slice(top, top + rows), slice(left, left + chunk_tokens)
             wanted = labels[here]
             losses = functional.cross_entropy(
-                logits[here].float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="none"
+                logits[here].float().flatten(0, 1),
+                wanted.flatten(),
+                ignore_index=IGNORED,
+                reduction="none",
             )
             parts.append(losses.view(wanted.shape))
         rows_of_losses.append(torch.cat(parts, dim=1))

@@ -27,7 +27,13 @@ MOST_REFUSALS, REFUSALS_S = 10, 10.0
 def said(what: str, change: str) -> None:
     """The present caller changed something."""
     who = caller.who.get()
-    _log.info("%s: %s; by %s%s", what, escaped(change), who.name, f" at {who.address}" if who.address else "")
+    _log.info(
+        "%s: %s; by %s%s",
+        what,
+        escaped(change),
+        who.name,
+        f" at {who.address}" if who.address else "",
+    )
 
 
 def changed(run: ServedRun, change: str) -> None:
@@ -46,15 +52,15 @@ def pinning(run: ServedRun) -> Iterator[None]:
 
 
 def revision_text(revision: RevisionInfo) -> str:
-    return (
-        f"{revision.number} from sample {revision.sample_index} on: {'; '.join(revision.changes)} ({revision.reason})"
-    )
+    return f"{revision.number} from sample {revision.sample_index} on: {'; '.join(revision.changes)} ({revision.reason})"
 
 
 def _pin_text(pin: PinnedPoint | None) -> str:
     if pin is None:
         return "nothing pinned"
-    return f"at sample {pin.sample_index}" + (f", skips {skips_text(dict(pin.skips))}" if pin.skips else "")
+    return f"at sample {pin.sample_index}" + (
+        f", skips {skips_text(dict(pin.skips))}" if pin.skips else ""
+    )
 
 
 class Refusals:
@@ -71,4 +77,6 @@ class Refusals:
             return
         self._times.append(now)
         more, self._unsaid = f" ({self._unsaid} more before)" if self._unsaid else "", 0
-        _log.warning("refused%s: %s from %s: %s", more, escaped(call[:200]), address, escaped(reason))
+        _log.warning(
+            "refused%s: %s from %s: %s", more, escaped(call[:200]), address, escaped(reason)
+        )

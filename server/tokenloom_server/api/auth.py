@@ -138,7 +138,9 @@ class Access:
                 if held[1] > GOODBYE_LOOKS:
                     call.cancel()
 
-    def hold(self, call: Any, token: Token, needed: Scope, run: str | None = "") -> Callable[[], None]:
+    def hold(
+        self, call: Any, token: Token, needed: Scope, run: str | None = ""
+    ) -> Callable[[], None]:
         """Rechecks the token of a gRPC call until that ends, and cancels it where the token is good for it no more and
         it goes on all the same: its client reads nothing. Returns what rechecks it at once."""
         recheck = partial(self.recheck, token, needed, run)
@@ -182,9 +184,13 @@ class Access:
         if token.digest:
             now = self.named.content.get(token.digest)
             if now is None:
-                raise Unauthenticated(f"the token {token.name!r} was revoked; ask whoever runs this server for another")
+                raise Unauthenticated(
+                    f"the token {token.name!r} was revoked; ask whoever runs this server for another"
+                )
             if now.expires is not None and now.expires <= datetime.now(UTC):
-                raise Unauthenticated(f"the token {now.name!r} expired at {now.expires}; ask for another")
+                raise Unauthenticated(
+                    f"the token {now.name!r} expired at {now.expires}; ask for another"
+                )
             token = now
         if token.scope < needed:
             raise Forbidden(

@@ -81,8 +81,12 @@ class RunStarter:
         stored = self.ledger.read_run(mixture.run, TRAIN)
         factory = None
         if stored is None:
-            factory = measured_ahead(builder.create(mixture, origin.base_dir, origin.index_dir, self.data_roots))
-            stored = self.ledger.create_run(mixture.run, TRAIN, uuid.uuid4().hex, factory.record.to_json())
+            factory = measured_ahead(
+                builder.create(mixture, origin.base_dir, origin.index_dir, self.data_roots)
+            )
+            stored = self.ledger.create_run(
+                mixture.run, TRAIN, uuid.uuid4().hex, factory.record.to_json()
+            )
         change = None
         if factory is None or factory.record.to_json() != stored.record:
             # An older run; or another server has created it in between, from other files perhaps.
@@ -95,7 +99,9 @@ class RunStarter:
         # A source that cannot be read says so where the run reads it.
         with suppress(TokenloomError):
             for is_warning, note in label_notes(factory):
-                _log.log(logging.WARNING if is_warning else logging.INFO, "%s: %s", mixture.run, note)
+                _log.log(
+                    logging.WARNING if is_warning else logging.INFO, "%s: %s", mixture.run, note
+                )
         streams = EvaluationStreams.of(factory, mixture, self.ledger)
         context = RunContext(factory, self.ledger, self.timeouts, lease_clock=self.ledger.clock)
         coordinator = RunCoordinator(context, stored.uid, self.holder)
@@ -109,12 +115,17 @@ class RunStarter:
         places = origin.base_dir, origin.index_dir, stored.record, self.data_roots
         if not different and reason is None:
             return builder.load(mixture, *places), None
-        refuse(mixture, {field: both for field, both in different.items() if not field.startswith("mixture.")})
+        refuse(
+            mixture,
+            {field: both for field, both in different.items() if not field.startswith("mixture.")},
+        )
         factory = builder.load(began_with(mixture, stored.record), *places)
         openings = self.ledger.openings(stored.uid, stored.stream)
         parent = Origin.from_json(openings[0].parent_run) if openings else None
         timeline = Timeline(factory, self.ledger.revisions(stored.uid, stored.stream), parent)
-        in_force = timeline.of_state(stored.committed.state if stored.committed is not None else "").as_revised()
+        in_force = timeline.of_state(
+            stored.committed.state if stored.committed is not None else ""
+        ).as_revised()
         # A file that was brought up to date after a revision differs from the record, and from nothing in force.
         if not differences_of_files(in_force, mixture):
             return factory, None

@@ -63,7 +63,10 @@ class LocalServer:
             base = self._mixture.resolve().parent
             runs.add_from(
                 MixtureOrigin(
-                    where=str(self._mixture), index_dir=base / INDEX_FOLDER, mixture=self._config, folder=base
+                    where=str(self._mixture),
+                    index_dir=base / INDEX_FOLDER,
+                    mixture=self._config,
+                    folder=base,
                 )
             )
             self._open = opened.pop_all()

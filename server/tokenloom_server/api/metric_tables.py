@@ -76,48 +76,125 @@ class ReadRow(NamedTuple):
 
 
 SERVER_METRICS = (
-    RowMetric("tokenloom_server_info", "", "Always 1; the server's version.", {"version": "version"}),
+    RowMetric(
+        "tokenloom_server_info", "", "Always 1; the server's version.", {"version": "version"}
+    ),
     RowMetric("tokenloom_ready", "ready", "1 while requests can be served."),
-    RowMetric("tokenloom_tokens_stale", "access.named.is_stale", "1 while the file of --tokens cannot be taken up."),
-    RowMetric("tokenloom_certificates_stale", "access.tls.is_stale", "1 while the files of TLS cannot be taken up."),
-    RowMetric("tokenloom_runs_dir_stale", "folder.is_stale", "1 while the folder of --runs-dir cannot be followed."),
-    RowMetric("tokenloom_cache_read_bytes_total", "cache.cached_bytes", "Bytes read of the cache; absent without one."),
-    RowMetric("tokenloom_cache_missed_bytes_total", "cache.fetched_bytes", "Bytes fetched that the cache lacked."),
+    RowMetric(
+        "tokenloom_tokens_stale",
+        "access.named.is_stale",
+        "1 while the file of --tokens cannot be taken up.",
+    ),
+    RowMetric(
+        "tokenloom_certificates_stale",
+        "access.tls.is_stale",
+        "1 while the files of TLS cannot be taken up.",
+    ),
+    RowMetric(
+        "tokenloom_runs_dir_stale",
+        "folder.is_stale",
+        "1 while the folder of --runs-dir cannot be followed.",
+    ),
+    RowMetric(
+        "tokenloom_cache_read_bytes_total",
+        "cache.cached_bytes",
+        "Bytes read of the cache; absent without one.",
+    ),
+    RowMetric(
+        "tokenloom_cache_missed_bytes_total",
+        "cache.fetched_bytes",
+        "Bytes fetched that the cache lacked.",
+    ),
 )
 
 THREAD_METRICS = (
-    RowMetric("tokenloom_thread_faults_total", "", "Faults that nobody expects, met by threads of a kind; they go on."),
+    RowMetric(
+        "tokenloom_thread_faults_total",
+        "",
+        "Faults that nobody expects, met by threads of a kind; they go on.",
+    ),
 )
 
-RPC_METRICS = (RowMetric("tokenloom_rpc_errors_total", "", "Calls of gRPC that ended with an error."),)
+RPC_METRICS = (
+    RowMetric("tokenloom_rpc_errors_total", "", "Calls of gRPC that ended with an error."),
+)
 
 READ_METRICS = (
-    RowMetric("tokenloom_run_readable", "readable", "1 if the run's figures could be read for this scrape."),
-    RowMetric("tokenloom_run_broken", "broken", "1 where its mixture file could not be taken (tokenloom runs list)."),
+    RowMetric(
+        "tokenloom_run_readable",
+        "readable",
+        "1 if the run's figures could be read for this scrape.",
+    ),
+    RowMetric(
+        "tokenloom_run_broken",
+        "broken",
+        "1 where its mixture file could not be taken (tokenloom runs list).",
+    ),
 )
 
 RUN_METRICS = (
     RowMetric("tokenloom_committed_tokens_total", "total_tokens", "Tokens committed."),
     RowMetric("tokenloom_committed_samples_total", "sample_index", "Samples committed."),
     RowMetric("tokenloom_sample_index", "sample_index", "Committed sample index."),
-    RowMetric("tokenloom_produced_index", "produced_index", "Sample index up to which samples are produced."),
-    RowMetric("tokenloom_tokens_per_second", "tokens_per_s", "Committed tokens/s over the last seconds."),
-    RowMetric("tokenloom_generation", "generation", "Number of the present launch; 0 before the first."),
+    RowMetric(
+        "tokenloom_produced_index",
+        "produced_index",
+        "Sample index up to which samples are produced.",
+    ),
+    RowMetric(
+        "tokenloom_tokens_per_second", "tokens_per_s", "Committed tokens/s over the last seconds."
+    ),
+    RowMetric(
+        "tokenloom_generation", "generation", "Number of the present launch; 0 before the first."
+    ),
     RowMetric("tokenloom_leads", "leads", "1 while this server has the lease on the run."),
-    RowMetric("tokenloom_server_epoch", "server_epoch", "This server's number among those that led."),
+    RowMetric(
+        "tokenloom_server_epoch", "server_epoch", "This server's number among those that led."
+    ),
     RowMetric("tokenloom_world_size", "world_size", "Ranks of the present generation."),
     RowMetric("tokenloom_batch_size", "batch_size", "Samples per rank and micro-step."),
     RowMetric("tokenloom_sequence_length", "sequence_length", "Tokens per sample."),
-    RowMetric("tokenloom_revision", "revision", "Number of the mixture's revision in force; 0: as it began."),
-    RowMetric("tokenloom_loss", "reported.loss", "Mean loss over all sources, last reported; absent where none was."),
-    RowMetric("tokenloom_learning_rate", "reported.learning_rate", "Learning rate, last reported; absent before."),
-    RowMetric("tokenloom_window_fill", "window_fill", "Produced and not committed; fraction of the window."),
+    RowMetric(
+        "tokenloom_revision",
+        "revision",
+        "Number of the mixture's revision in force; 0: as it began.",
+    ),
+    RowMetric(
+        "tokenloom_loss",
+        "reported.loss",
+        "Mean loss over all sources, last reported; absent where none was.",
+    ),
+    RowMetric(
+        "tokenloom_learning_rate",
+        "reported.learning_rate",
+        "Learning rate, last reported; absent before.",
+    ),
+    RowMetric(
+        "tokenloom_window_fill",
+        "window_fill",
+        "Produced and not committed; fraction of the window.",
+    ),
     RowMetric("tokenloom_opening", "opening", "1 while a launch is being opened."),
-    RowMetric("tokenloom_ended", "ended", "1 once the data has ended and all of it is committed.", is_flag=True),
+    RowMetric(
+        "tokenloom_ended",
+        "ended",
+        "1 once the data has ended and all of it is committed.",
+        is_flag=True,
+    ),
     RowMetric("tokenloom_failed", "error", "1 once an error has stopped the run.", is_flag=True),
-    RowMetric("tokenloom_ledger_available", "ledger.available", "1 while the ledger can be reached."),
-    RowMetric("tokenloom_last_commit_index", "ledger.last_commit_index", "Sample index of the last commit."),
-    RowMetric("tokenloom_last_commit_age_seconds", "ledger.last_commit_age_s", "Seconds since the last commit."),
+    RowMetric(
+        "tokenloom_ledger_available", "ledger.available", "1 while the ledger can be reached."
+    ),
+    RowMetric(
+        "tokenloom_last_commit_index",
+        "ledger.last_commit_index",
+        "Sample index of the last commit.",
+    ),
+    RowMetric(
+        "tokenloom_last_commit_age_seconds",
+        "ledger.last_commit_age_s",
+        "Seconds since the last commit.",
+    ),
     RowMetric(
         "tokenloom_run_info",
         "",
@@ -127,20 +204,72 @@ RUN_METRICS = (
 )
 
 MEASURE_METRICS = (
-    RowMetric("tokenloom_commit_duration_seconds", "commits", "How long the ledger took for a commit."),
-    RowMetric("tokenloom_production_duration_seconds", "productions", "How long some micro-steps took to be produced."),
-    RowMetric("tokenloom_opening_duration_seconds", "openings", "How long a launch was being opened by its rank 0."),
-    RowMetric("tokenloom_join_duration_seconds", "joins", "How long a rank's Join took, the wait for rank 0 included."),
-    RowMetric("tokenloom_snapshot_duration_seconds", "snapshots", "How long a snapshot took to be made."),
-    RowMetric("tokenloom_storage_read_duration_seconds", "storage.reads", "How long remote storage took to answer."),
-    RowMetric("tokenloom_storage_retries_total", "storage.retries", "Requests to storage made again after an error."),
-    RowMetric("tokenloom_storage_hedges_total", "storage.hedges", "Requests to storage made again without an answer."),
-    RowMetric("tokenloom_reconnects_total", "reconnects", "Streams of ranks that came back after the first one."),
-    RowMetric("tokenloom_fences_total", "fences", "Streams and calls shut out, since newer ones have their place."),
-    RowMetric("tokenloom_lease_losses_total", "lease_losses", "Times that this server had to stop leading."),
-    RowMetric("tokenloom_ledger_failures_total", "ledger_failures", "Commits not taken by the ledger and tried again."),
-    RowMetric("tokenloom_history_write_failures_total", "history_failures", "Times that its history was not written."),
-    RowMetric("tokenloom_mixture_changes_total", "revisions", "Revisions that this server wrote or took back."),
+    RowMetric(
+        "tokenloom_commit_duration_seconds", "commits", "How long the ledger took for a commit."
+    ),
+    RowMetric(
+        "tokenloom_production_duration_seconds",
+        "productions",
+        "How long some micro-steps took to be produced.",
+    ),
+    RowMetric(
+        "tokenloom_opening_duration_seconds",
+        "openings",
+        "How long a launch was being opened by its rank 0.",
+    ),
+    RowMetric(
+        "tokenloom_join_duration_seconds",
+        "joins",
+        "How long a rank's Join took, the wait for rank 0 included.",
+    ),
+    RowMetric(
+        "tokenloom_snapshot_duration_seconds", "snapshots", "How long a snapshot took to be made."
+    ),
+    RowMetric(
+        "tokenloom_storage_read_duration_seconds",
+        "storage.reads",
+        "How long remote storage took to answer.",
+    ),
+    RowMetric(
+        "tokenloom_storage_retries_total",
+        "storage.retries",
+        "Requests to storage made again after an error.",
+    ),
+    RowMetric(
+        "tokenloom_storage_hedges_total",
+        "storage.hedges",
+        "Requests to storage made again without an answer.",
+    ),
+    RowMetric(
+        "tokenloom_reconnects_total",
+        "reconnects",
+        "Streams of ranks that came back after the first one.",
+    ),
+    RowMetric(
+        "tokenloom_fences_total",
+        "fences",
+        "Streams and calls shut out, since newer ones have their place.",
+    ),
+    RowMetric(
+        "tokenloom_lease_losses_total",
+        "lease_losses",
+        "Times that this server had to stop leading.",
+    ),
+    RowMetric(
+        "tokenloom_ledger_failures_total",
+        "ledger_failures",
+        "Commits not taken by the ledger and tried again.",
+    ),
+    RowMetric(
+        "tokenloom_history_write_failures_total",
+        "history_failures",
+        "Times that its history was not written.",
+    ),
+    RowMetric(
+        "tokenloom_mixture_changes_total",
+        "revisions",
+        "Revisions that this server wrote or took back.",
+    ),
 )
 
 SOURCE_METRICS = (
@@ -148,56 +277,127 @@ SOURCE_METRICS = (
     RowMetric("tokenloom_source_samples_total", "samples", "Samples committed from the source."),
     RowMetric("tokenloom_source_rows_total", "rows", "Rows of the source taken to their end."),
     RowMetric("tokenloom_source_bad_rows_total", "bad_rows", "Rows that did not decode."),
-    RowMetric("tokenloom_source_filtered_rows_total", "filtered_rows", "Rows that did not pass the filter."),
-    RowMetric("tokenloom_source_padding_tokens_total", "padding_tokens", "Tokens that no document fills."),
-    RowMetric("tokenloom_source_cut_documents_total", "cut_documents", "Documents that the packing cut."),
+    RowMetric(
+        "tokenloom_source_filtered_rows_total",
+        "filtered_rows",
+        "Rows that did not pass the filter.",
+    ),
+    RowMetric(
+        "tokenloom_source_padding_tokens_total", "padding_tokens", "Tokens that no document fills."
+    ),
+    RowMetric(
+        "tokenloom_source_cut_documents_total", "cut_documents", "Documents that the packing cut."
+    ),
     RowMetric("tokenloom_source_lost_tokens_total", "lost_tokens", "Tokens (or rows) cut off."),
-    RowMetric("tokenloom_source_fill_rate", "fill_rate", "Part of the source's tokens that documents fill (0 to 1)."),
     RowMetric(
-        "tokenloom_source_cut_rate", "cut_rate", "Documents cut for each row (0 to 1); absent with packing: concat."
+        "tokenloom_source_fill_rate",
+        "fill_rate",
+        "Part of the source's tokens that documents fill (0 to 1).",
     ),
     RowMetric(
-        "tokenloom_source_dropped_tokens_total", "dropped_tokens", "Tail that filled no sample; known at the end."
+        "tokenloom_source_cut_rate",
+        "cut_rate",
+        "Documents cut for each row (0 to 1); absent with packing: concat.",
     ),
-    RowMetric("tokenloom_source_excluded_rows", "excluded_rows", "Rows of an epoch that revisions leave out."),
-    RowMetric("tokenloom_source_skipped_tokens_total", "skipped_tokens", "Tokens of the source that were passed over."),
-    RowMetric("tokenloom_source_target_share", "target_share", "Share that the weights in force ask for (0 to 1)."),
-    RowMetric("tokenloom_source_expected_share", "expected_share", "Share that they asked for so far (0 to 1)."),
-    RowMetric("tokenloom_source_actual_share", "actual_share", "Share of the tokens so far (0 to 1)."),
     RowMetric(
-        "tokenloom_source_window_share", "window_share", "Share of the last 30 s (0 to 1); absent without commits."
+        "tokenloom_source_dropped_tokens_total",
+        "dropped_tokens",
+        "Tail that filled no sample; known at the end.",
     ),
-    RowMetric("tokenloom_source_loss", "loss", "Mean loss of the source, smoothed; absent where none was reported."),
+    RowMetric(
+        "tokenloom_source_excluded_rows",
+        "excluded_rows",
+        "Rows of an epoch that revisions leave out.",
+    ),
+    RowMetric(
+        "tokenloom_source_skipped_tokens_total",
+        "skipped_tokens",
+        "Tokens of the source that were passed over.",
+    ),
+    RowMetric(
+        "tokenloom_source_target_share",
+        "target_share",
+        "Share that the weights in force ask for (0 to 1).",
+    ),
+    RowMetric(
+        "tokenloom_source_expected_share",
+        "expected_share",
+        "Share that they asked for so far (0 to 1).",
+    ),
+    RowMetric(
+        "tokenloom_source_actual_share", "actual_share", "Share of the tokens so far (0 to 1)."
+    ),
+    RowMetric(
+        "tokenloom_source_window_share",
+        "window_share",
+        "Share of the last 30 s (0 to 1); absent without commits.",
+    ),
+    RowMetric(
+        "tokenloom_source_loss",
+        "loss",
+        "Mean loss of the source, smoothed; absent where none was reported.",
+    ),
     RowMetric("tokenloom_source_epoch", "epoch", "Passes over the source so far."),
-    RowMetric("tokenloom_source_epochs_allowed", "epochs", "Passes that are allowed; absent for no limit."),
+    RowMetric(
+        "tokenloom_source_epochs_allowed", "epochs", "Passes that are allowed; absent for no limit."
+    ),
     RowMetric("tokenloom_source_exhausted", "exhausted", "1 once the source has no more samples."),
     RowMetric(
         "tokenloom_source_remaining_samples",
         "remaining_samples",
         "Estimate of the samples left; absent where not known.",
     ),
-    RowMetric("tokenloom_source_info", "", "Always 1; what the source is.", {"source_id": "id", "spec": "spec"}),
+    RowMetric(
+        "tokenloom_source_info",
+        "",
+        "Always 1; what the source is.",
+        {"source_id": "id", "spec": "spec"},
+    ),
 )
 
 SNAPSHOT_METRICS = (
-    RowMetric("tokenloom_last_snapshot_timestamp_seconds", "", "When a snapshot was last saved, Unix time."),
+    RowMetric(
+        "tokenloom_last_snapshot_timestamp_seconds",
+        "",
+        "When a snapshot was last saved, Unix time.",
+    ),
 )
 
 ENDING_METRICS = (
-    RowMetric("tokenloom_source_ends_in_seconds", "", "Estimate, by weights and rate; absent where not known."),
+    RowMetric(
+        "tokenloom_source_ends_in_seconds",
+        "",
+        "Estimate, by weights and rate; absent where not known.",
+    ),
 )
 
 WAITING_METRICS = (
-    RowMetric("tokenloom_waiting", "", "1 while the run waits for it; ranks is health: samples are ready."),
+    RowMetric(
+        "tokenloom_waiting", "", "1 while the run waits for it; ranks is health: samples are ready."
+    ),
 )
 
 READER_METRICS = (
-    RowMetric("tokenloom_reader_tokens_total", "tokens", "Tokens that a node of the readers answered with."),
-    RowMetric("tokenloom_reader_cpu_seconds_total", "cpu_s", "Seconds of its CPU that the answers took."),
+    RowMetric(
+        "tokenloom_reader_tokens_total",
+        "tokens",
+        "Tokens that a node of the readers answered with.",
+    ),
+    RowMetric(
+        "tokenloom_reader_cpu_seconds_total", "cpu_s", "Seconds of its CPU that the answers took."
+    ),
 )
 READER_SOURCE_METRICS = (
-    RowMetric("tokenloom_reader_rows_ahead", "rows_ahead", "Rows that readers have answered, and that wait for use."),
-    RowMetric("tokenloom_reader_asked_again_total", "asked_again", "Requests to readers that were asked again."),
+    RowMetric(
+        "tokenloom_reader_rows_ahead",
+        "rows_ahead",
+        "Rows that readers have answered, and that wait for use.",
+    ),
+    RowMetric(
+        "tokenloom_reader_asked_again_total",
+        "asked_again",
+        "Requests to readers that were asked again.",
+    ),
 )
 
 RANK_METRICS = (
@@ -208,10 +408,18 @@ RANK_METRICS = (
         "Always 1; whether the rank is connected, finished (it said goodbye) or away.",
         {"state": "state"},
     ),
-    RowMetric("tokenloom_rank_position", "position", "Sample index up to which the rank has consumed."),
+    RowMetric(
+        "tokenloom_rank_position", "position", "Sample index up to which the rank has consumed."
+    ),
     RowMetric("tokenloom_rank_lag_samples", "lag", "Samples that the fastest rank is ahead."),
-    RowMetric("tokenloom_rank_last_heard_seconds", "last_heard_s", "Seconds since the last message."),
-    RowMetric("tokenloom_rank_wait_seconds_total", "waited_s", "Seconds that it has waited for data since it joined."),
+    RowMetric(
+        "tokenloom_rank_last_heard_seconds", "last_heard_s", "Seconds since the last message."
+    ),
+    RowMetric(
+        "tokenloom_rank_wait_seconds_total",
+        "waited_s",
+        "Seconds that it has waited for data since it joined.",
+    ),
 )
 
 _RUN_LABELS = ("run", "stream")

@@ -16,7 +16,12 @@ from functools import partial
 from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from tokenloom_proto.threads import faults
 
@@ -72,10 +77,28 @@ class RunCollector(Collector):
             measured,
             saved,
             [_series(run, source, source.alias) for run in runs for source in run.sources],
-            [_series(run, ends_in_s(run, source), source.alias) for run in runs for source in run.sources],
-            [_series(run, run.waiting_reason == reason, reason) for run in runs for reason in get_args(WaitReason)],
-            [_series(run, node, node.name) for run in runs if run.readers for node in run.readers.nodes],
-            [_series(run, source, source.alias) for run in runs if run.readers for source in run.readers.sources],
+            [
+                _series(run, ends_in_s(run, source), source.alias)
+                for run in runs
+                for source in run.sources
+            ],
+            [
+                _series(run, run.waiting_reason == reason, reason)
+                for run in runs
+                for reason in get_args(WaitReason)
+            ],
+            [
+                _series(run, node, node.name)
+                for run in runs
+                if run.readers
+                for node in run.readers.nodes
+            ],
+            [
+                _series(run, source, source.alias)
+                for run in runs
+                if run.readers
+                for source in run.readers.sources
+            ],
             [_series(run, rank, str(rank.rank)) for run in runs for rank in run.ranks],
         )
         for (labels, metrics), rows in zip(tables.TABLES, series, strict=True):

@@ -46,7 +46,9 @@ class MixtureOrigin:
     def load(self, catalog: Catalog) -> RunConfig:
         """Raises ``ConfigError``."""
         if self.file is not None:
-            refuse_control_characters(str(self.file), f"{self.where}: the name of this file: ", ConfigError)
+            refuse_control_characters(
+                str(self.file), f"{self.where}: the name of this file: ", ConfigError
+            )
             return config.load(self.file, catalog)
         assert self.mixture is not None
         return self.mixture

@@ -29,7 +29,9 @@ class RunFolder(Watched):
     """Follows the files ``*.yaml`` of a folder, or of none: then runs are added and removed until the server ends. A
     file is taken once two looks in a row found it the same."""
 
-    def __init__(self, runs: Runs, folder: Path | None, index_dir: Path | None, data_roots: DataRoots) -> None:
+    def __init__(
+        self, runs: Runs, folder: Path | None, index_dir: Path | None, data_roots: DataRoots
+    ) -> None:
         super().__init__(f"--runs-dir {folder}")
         self._runs, self._index_dir, self._data_roots = runs, index_dir, data_roots
         self.folder = folder
@@ -95,7 +97,9 @@ class RunFolder(Watched):
                     name = self._runs.run_of(self.origin(draft))
                 path = self.folder / f"{name}.yaml"
                 if path.exists():
-                    raise ConfigError(f"{path} is there already: change it there, or remove run {name!r} first")
+                    raise ConfigError(
+                        f"{path} is there already: change it there, or remove run {name!r} first"
+                    )
                 draft.replace(path)
             except OSError as error:
                 why = errors.reason(error)
@@ -129,12 +133,22 @@ class RunFolder(Watched):
     def _follow(self, before: dict[Path, FileVersion]) -> None:
         """Serves what the folder has, where it has had that before."""
         # What is gone goes first: a file that was renamed brings the run that it had.
-        for path in sorted(self._followed.keys() | self._seen.keys(), key=lambda path: (path in self._seen, path)):
+        for path in sorted(
+            self._followed.keys() | self._seen.keys(), key=lambda path: (path in self._seen, path)
+        ):
             version = self._seen.get(path)
-            if self._watcher.ending.is_set() or version == self._followed.get(path) or version != before.get(path):
+            if (
+                self._watcher.ending.is_set()
+                or version == self._followed.get(path)
+                or version != before.get(path)
+            ):
                 continue
             origin = self.origin(path)
-            error = self._runs.forget(origin) if version is None else self._runs.follow(origin, self._reason)
+            error = (
+                self._runs.forget(origin)
+                if version is None
+                else self._runs.follow(origin, self._reason)
+            )
             self._followed[path] = _AGAIN if isinstance(error, RunBusy) else version
             if version is None:
                 # What could not be served beside it is tried again, or forgotten where it is gone, too.
@@ -168,4 +182,8 @@ def _version(path: Path) -> FileVersion:
         status = path.stat()
     except OSError:
         return 0, 0, 0
-    return (status.st_mtime_ns, status.st_size, status.st_ino) if stat.S_ISREG(status.st_mode) else (0, 0, 0)
+    return (
+        (status.st_mtime_ns, status.st_size, status.st_ino)
+        if stat.S_ISREG(status.st_mode)
+        else (0, 0, 0)
+    )

@@ -57,10 +57,14 @@ class ServedRun:
         self.revision_handler = RevisionHandler(coordinator)
         forks = ForkHandler(coordinator, self.resume_points, other)
         self.restores = Restores(self.resume_points, forks)
-        self.join_handler = JoinHandler(coordinator, self.resume_points, self.revision_handler, forks)
+        self.join_handler = JoinHandler(
+            coordinator, self.resume_points, self.revision_handler, forks
+        )
         self.losses = Losses(coordinator)
         self.stats = StatsReader(self.past, self.losses)
-        self.recorder = Recorder(coordinator, self.stats, self.losses, coordinator.leadership.holder)
+        self.recorder = Recorder(
+            coordinator, self.stats, self.losses, coordinator.leadership.holder
+        )
         self.history = HistoryReader(coordinator)
         self.peeks = Peeks(self.resume_points)
         self.evaluations = Evaluations(coordinator, streams)
@@ -74,7 +78,9 @@ class ServedRun:
         view = self.coordinator.view()
         return self._planner.plan(view.timeline, view.state, until_tokens)
 
-    def plan_under(self, change: MixtureChange, until_tokens: int | None) -> tuple[RevisionInfo, RunPlan]:
+    def plan_under(
+        self, change: MixtureChange, until_tokens: int | None
+    ) -> tuple[RevisionInfo, RunPlan]:
         """The revision that a change would be now, and what the run would be under it; nothing is changed. Raises what
         ``RevisionHandler.revise`` does."""
         view, timeline = self.revision_handler.tried(change)

@@ -91,7 +91,9 @@ class Server:
         self._readers: RayReaders | None = None
         # The addresses first: a port that is taken is found before any file is read, and trainers that wait for
         # this server connect while all that it needs is imported and opened.
-        self._grpc = GrpcServer(options.grpc, options.access, open_files.grpc_connections(self._open_files))
+        self._grpc = GrpcServer(
+            options.grpc, options.access, open_files.grpc_connections(self._open_files)
+        )
         try:
             self._bring_up(options)
         except BaseException:
@@ -103,7 +105,9 @@ class Server:
         if options.health is not None:
             # Why it is not ready is for who has a token; where REST asks for none, for nobody who asks here.
             access = options.access if options.access.closed else Access(secrets.token_hex())
-            self._health = RestServer(*split_address("--health", options.health), access, only_health=True)
+            self._health = RestServer(
+                *split_address("--health", options.health), access, only_health=True
+            )
             _log.info("health: %shealthz and %sreadyz", self._health.url, self._health.url)
         from tokenloom_server.api.run_folder import RunFolder
         from tokenloom_server.api.service import Runs
@@ -162,7 +166,11 @@ class Server:
             below = options.base_dir.resolve()
             index_dir = options.index_dir or below / INDEX_FOLDER
             option = "--dataset-mix"
-            origins.append(MixtureOrigin(where=option, index_dir=index_dir, mixture=options.mixture, folder=below))
+            origins.append(
+                MixtureOrigin(
+                    where=option, index_dir=index_dir, mixture=options.mixture, folder=below
+                )
+            )
         reason = Reason(options.revise) if options.revise is not None else None
         if len(origins) == 1 and options.runs_dir is None:
             runs.add_from(origins[0], reason)
@@ -215,7 +223,9 @@ class Server:
     @property
     def run_names(self) -> list[str]:
         assert self._runs is not None
-        return [run.name for run in self._runs.served()]  # whoever has just added one may not see them all
+        return [
+            run.name for run in self._runs.served()
+        ]  # whoever has just added one may not see them all
 
     def close(self) -> None:
         """Commits what is acknowledged, ends streams with a reason that makes clients reconnect."""
@@ -239,7 +249,11 @@ class Server:
 
 def _folder(options: ServeOptions) -> Path:
     """Where a ledger lies that is named without a folder."""
-    first = resolved(options.mixtures[0]).parent if options.mixtures else options.runs_dir or options.base_dir
+    first = (
+        resolved(options.mixtures[0]).parent
+        if options.mixtures
+        else options.runs_dir or options.base_dir
+    )
     return resolved(first)
 
 
@@ -253,7 +267,9 @@ def split_address(option: str, address: str) -> tuple[str, int]:
     """``host:port``, with IPv6 hosts in brackets. Raises ``ConfigError`` naming the option."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{option} {address!r}: expected host:port, such as 127.0.0.1:8080, or port 0 for a free one")
+        raise ConfigError(
+            f"{option} {address!r}: expected host:port, such as 127.0.0.1:8080, or port 0 for a free one"
+        )
     return host.strip("[]"), int(port)
 
 

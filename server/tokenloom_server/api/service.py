@@ -81,7 +81,9 @@ class Runs:
         raises ``ConfigError`` where the files of so many sources cannot be open."""
         #: This process, for who compares what answers at two ports.
         self.identity = uuid.uuid4().hex
-        self._starter = RunStarter(ledger, holder or self.identity, timeouts or Timeouts(), **options)
+        self._starter = RunStarter(
+            ledger, holder or self.identity, timeouts or Timeouts(), **options
+        )
         self._runs: dict[str, ServedRun] = {}
         self._on_change, self._require_room = on_change, require_room
         #: By where their mixtures stand.
@@ -119,8 +121,12 @@ class Runs:
                     f"{origin.where}: this server has {len(self._runs)} runs, and one serves at most {MAX_RUNS}; start "
                     "another"
                 )
-            self._require_room(len(mixture.sources) + sum(len(run.config.sources) for run in self.served()))
-            served = self._begin(*self._starter.prepare(mixture, origin, reason, self._resume_points_of))
+            self._require_room(
+                len(mixture.sources) + sum(len(run.config.sources) for run in self.served())
+            )
+            served = self._begin(
+                *self._starter.prepare(mixture, origin, reason, self._resume_points_of)
+            )
         self._problems.pop(origin.where, None)
         audit.said(f"run {served.name}", f"added, of {origin.where}")
         self._tell()
@@ -179,7 +185,9 @@ class Runs:
                 del served
                 self._free()
             self._problems.pop(origin.where, None)
-        audit.said(f"run {name}", f"removed; the ledger keeps it (before: {before}, of {origin.where})")
+        audit.said(
+            f"run {name}", f"removed; the ledger keeps it (before: {before}, of {origin.where})"
+        )
         self._tell()
         return origin
 
@@ -197,7 +205,9 @@ class Runs:
             name = name or origin.name
             problem = self._note(name, origin, error)
             line = "%s: not taken from %s: %s: %s"
-            _log.error(line, name, origin.where, problem.name, problem, exc_info=problem is not error)
+            _log.error(
+                line, name, origin.where, problem.name, problem, exc_info=problem is not error
+            )
             return problem
         return None
 
@@ -224,15 +234,21 @@ class Runs:
         _require_sight(name)
         return (self._runs.get(name) or self._problem_of(name) or self.get(name)).origin
 
-    def _reload(self, served: ServedRun, mixture: RunConfig, reason: Reason | None) -> tuple[ServedRun, str]:
+    def _reload(
+        self, served: ServedRun, mixture: RunConfig, reason: Reason | None
+    ) -> tuple[ServedRun, str]:
         note = "The mixture is the one in force; what else the file says holds from now on."
         # What is wrong shows before anything ends.
-        prepared, change = self._starter.prepare(mixture, served.origin, reason, self._resume_points_of)
+        prepared, change = self._starter.prepare(
+            mixture, served.origin, reason, self._resume_points_of
+        )
         if change is not None:
             revision = served.mixture.revise(change)
             note = f"Revision {revision.number} holds from sample {revision.sample_index:,} on."
         del self._runs[served.name]
-        why = ServerStopping(f"run {served.name!r} is being reloaded; it goes on where it was in a moment")
+        why = ServerStopping(
+            f"run {served.name!r} is being reloaded; it goes on where it was in a moment"
+        )
         self._end([served], why)
         try:
             return self._begin(prepared), note
@@ -256,7 +272,11 @@ class Runs:
         return served
 
     def _note(self, name: str, origin: MixtureOrigin, error: Exception) -> TokenloomError:
-        problem = error if isinstance(error, TokenloomError) else TokenloomError(f"{type(error).__name__}: {error}")
+        problem = (
+            error
+            if isinstance(error, TokenloomError)
+            else TokenloomError(f"{type(error).__name__}: {error}")
+        )
         self._problems[origin.where] = RunProblem(name, origin, problem)
         return problem
 
@@ -267,12 +287,16 @@ class Runs:
         _require_sight(name)
         with self._lock:
             if name in self._changing:
-                raise RunBusy(f"run {name!r} is being added, reloaded or removed just now; try again when that is done")
+                raise RunBusy(
+                    f"run {name!r} is being added, reloaded or removed just now; try again when that is done"
+                )
             self._changing.add(name)
         try:
             yield
         except PermissionError as error:
-            raise ConfigError(f"run {name!r}: {error.filename} cannot be used ({reason(error)})") from None
+            raise ConfigError(
+                f"run {name!r}: {error.filename} cannot be used ({reason(error)})"
+            ) from None
         finally:
             self._changing.discard(name)
 
@@ -351,7 +375,11 @@ class Runs:
 
     def problems(self) -> list[RunProblem]:
         """The mixtures that are not served, or not as their files have them now."""
-        problems = (problem for problem in self._problems.copy().values() if caller.who.get().sees(problem.run))
+        problems = (
+            problem
+            for problem in self._problems.copy().values()
+            if caller.who.get().sees(problem.run)
+        )
         return sorted(problems, key=lambda problem: problem.run)
 
     def not_ready(self) -> str | None:
@@ -361,10 +389,18 @@ class Runs:
         if None in reasons.values():
             return None
         reasons |= {problem.run: str(problem.error) for problem in self._problems.copy().values()}
-        return "; ".join(f"run {name}: {reason}" for name, reason in reasons.items()) or "no run is served yet"
+        return (
+            "; ".join(f"run {name}: {reason}" for name, reason in reasons.items())
+            or "no run is served yet"
+        )
 
     def fork(
-        self, run: str, *, parent: str | None = None, sample_index: int | None = None, text: str | None = None
+        self,
+        run: str,
+        *,
+        parent: str | None = None,
+        sample_index: int | None = None,
+        text: str | None = None,
     ) -> NextLaunch:
         """Pins where a run that has not begun begins: where ``parent`` stood at a sample index (None: the committed
         one), or as the snapshot ``text`` of another run says. Raises ``ConfigError``, ``NotFound``, ``BeyondHorizon``.
@@ -372,7 +408,9 @@ class Runs:
         served = self.get(run)
         served.coordinator.require_lead()
         if (parent is None) == (text is None):
-            raise ConfigError("a fork names the run that it begins from, or brings a snapshot of it: give one of them")
+            raise ConfigError(
+                "a fork names the run that it begins from, or brings a snapshot of it: give one of them"
+            )
         if parent is not None:
             text, _ = self.get(parent).snapshots.take(sample_index, save=False)
         elif sample_index is not None:
@@ -384,7 +422,9 @@ class Runs:
 def _require_sight(run: str) -> None:
     """Raises ``Forbidden`` where the present caller's token is not good for a run."""
     if not caller.who.get().sees(run):
-        raise Forbidden(f"the token {caller.who.get().name!r} is not good for run {run!r}; use one that is")
+        raise Forbidden(
+            f"the token {caller.who.get().name!r} is not good for run {run!r}; use one that is"
+        )
 
 
 def _end_each(within_s: float, ends: Sequence[Callable[[float], None]]) -> None:

@@ -39,7 +39,9 @@ class Tls(WatchedFiles[Certificates]):
         if not named:
             return None
         if cert is None or key is None:
-            raise ConfigError(f"{' and '.join(named)} without the rest; TLS needs --tls-cert and --tls-key")
+            raise ConfigError(
+                f"{' and '.join(named)} without the rest; TLS needs --tls-cert and --tls-key"
+            )
         return cls(", ".join(named), [*named.values()], partial(_load, cert, key, client_ca))
 
 
@@ -67,7 +69,9 @@ def _load(cert: Path, key: Path, client_ca: Path | None) -> Certificates:
         try:
             context.load_verify_locations(cadata=ca.decode("ascii"))
         except (ssl.SSLError, ValueError) as error:
-            raise ConfigError(f"--tls-client-ca {client_ca} holds no certificate (PEM): {_reason(error)}") from None
+            raise ConfigError(
+                f"--tls-client-ca {client_ca} holds no certificate (PEM): {_reason(error)}"
+            ) from None
         context.verify_mode = ssl.CERT_REQUIRED
     return Certificates(certificate=chain, key=secret, client_ca=ca, context=context)
 

@@ -59,7 +59,10 @@ def watched_tokens(file: Path) -> WatchedFiles[Mapping[bytes, Token]]:
 
     def read() -> Mapping[bytes, Token]:
         digests = {bytes.fromhex(each.sha256): each for each in read_document(file).tokens}
-        return {d: Token(t.name, Scope[t.scope.upper()], t.runs, t.expires, d) for d, t in digests.items()}
+        return {
+            d: Token(t.name, Scope[t.scope.upper()], t.runs, t.expires, d)
+            for d, t in digests.items()
+        }
 
     return WatchedFiles(f"--tokens {file}", [file], read)
 
@@ -102,7 +105,15 @@ def create(file: Path, name: str, scope: str, runs: list[str], expires: datetime
     text = secrets.token_hex(32)
     digest = hashlib.sha256(text.encode()).hexdigest()
     with changing(file) as tokens:
-        tokens.append({"name": name, "sha256": digest, "scope": scope, "runs": tuple(runs), "expires": expires})
+        tokens.append(
+            {
+                "name": name,
+                "sha256": digest,
+                "scope": scope,
+                "runs": tuple(runs),
+                "expires": expires,
+            }
+        )
     return text
 
 

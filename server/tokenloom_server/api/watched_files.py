@@ -55,7 +55,9 @@ class Watched:
         if self.is_stale is not self._said_stale:
             self._said_stale = self.is_stale
             stays = f"no look has ended well for {STALE_S:g} s; what it held before stays in force: is its disk away?"
-            _log.warning("%s: %s", self._option, stays if self._said_stale else "it is looked at again")
+            _log.warning(
+                "%s: %s", self._option, stays if self._said_stale else "it is looked at again"
+            )
 
 
 class WatchedFiles(Watched, Generic[T]):
@@ -84,7 +86,9 @@ class WatchedFiles(Watched, Generic[T]):
             except Exception as error:  # whatever it is: who looks goes on looking
                 self._good_at, self._said_stale = -math.inf, True
                 _log.error(
-                    "%s changed and cannot be used, so what it held before stays in force: %s", self._option, error
+                    "%s changed and cannot be used, so what it held before stays in force: %s",
+                    self._option,
+                    error,
                 )
                 return False
             self._said_stale = False

@@ -36,7 +36,8 @@ class _Options:
     """How a file is read, and printed."""
 
     mixture: Annotated[
-        Path | None, typer.Option(help="The mixture file, for a checkpoint that does not say its mixture.")
+        Path | None,
+        typer.Option(help="The mixture file, for a checkpoint that does not say its mixture."),
     ] = None
     inside: Inside = None
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False
@@ -53,14 +54,20 @@ class _Options:
         mixture = config.load(self.mixture, environment_catalog()) if self.mixture else None
         state, base_dir = find(file, self.inside), resolved(self.mixture or file).parent
         content = read(file, state, mixture, base_dir=base_dir, at_index=measured)
-        if mixture is not None and measured and any(missing(content, node) for node in content.nodes):
+        if (
+            mixture is not None
+            and measured
+            and any(missing(content, node) for node in content.nodes)
+        ):
             from tokenloom_server.order import builder
 
             try:
                 factory = builder.create(mixture, base_dir, None)
                 content = read(file, state, mixture, factory, base_dir=base_dir, at_index=True)
             except (SourceError, SnapshotInvalid) as error:
-                console(stderr=True).print(f"{self.mixture}: its data are not measured: {error}", soft_wrap=True)
+                console(stderr=True).print(
+                    f"{self.mixture}: its data are not measured: {error}", soft_wrap=True
+                )
         return content
 
 
@@ -83,7 +90,9 @@ def diff_checkpoints(a: _Checkpoint, b: _Checkpoint, options: _Options) -> None:
 
     before, after = options.content(a), options.content(b)
     consumed = difference(before, after)
-    print_json(asdict(consumed)) if options.as_json else report.show_difference(consumed, before, after, console())
+    print_json(asdict(consumed)) if options.as_json else report.show_difference(
+        consumed, before, after, console()
+    )
 
 
 @command(app, "probabilities")

@@ -16,7 +16,9 @@ from tokenloom_server.errors import ConfigError, TokenloomError, reason
 _Function = Callable[..., None]
 
 
-def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:
+def command(
+    app: typer.Typer, name: str | None = None, **settings: Any
+) -> Callable[[_Function], _Function]:
     """Decorates the function of a command of ``app``, see ``add_command``."""
 
     def add(function: _Function) -> _Function:
@@ -26,7 +28,9 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
     return add
 
 
-def add_command(app: typer.Typer, function: _Function, name: str | None = None, **settings: Any) -> None:
+def add_command(
+    app: typer.Typer, function: _Function, name: str | None = None, **settings: Any
+) -> None:
     """Makes a function a command of ``app``, with the function's name if none is given.
 
     A parameter whose type is a dataclass is a group of options: each field of it is an option, or a group, in the
@@ -41,7 +45,9 @@ def run_by(function: _Function) -> _Function:
     options = list(_options(function))
     for option in options:
         for setting in getattr(option.annotation, "__metadata__", ()):
-            setting.readable = False  # whoever reads a file says why it cannot be read, and what to do
+            setting.readable = (
+                False  # whoever reads a file says why it cannot be read, and what to do
+            )
 
     @wraps(function)
     def run(**values: Any) -> None:
@@ -66,13 +72,20 @@ def _is_group(kind: Any) -> bool:
 
 def _options(called: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     for parameter in _parameters(called):
-        yield from _options(parameter.annotation) if _is_group(parameter.annotation) else [parameter]
+        yield from (
+            _options(parameter.annotation) if _is_group(parameter.annotation) else [parameter]
+        )
 
 
 def _called(called: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     """A function or a dataclass, with the values of its options."""
     kinds = {parameter.name: parameter.annotation for parameter in _parameters(called)}
-    return called(**{name: _called(kind, values) if _is_group(kind) else values[name] for name, kind in kinds.items()})
+    return called(
+        **{
+            name: _called(kind, values) if _is_group(kind) else values[name]
+            for name, kind in kinds.items()
+        }
+    )
 
 
 def _parameters(called: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -60,7 +60,11 @@ def print_document(text: str) -> None:
 def print_notes(out: Console, notes: Iterable[tuple[bool, str]]) -> None:
     """Prints lines, each with whether it is a warning."""
     for is_warning, note in notes:
-        out.print(f"warning: {note}" if is_warning else note, style="yellow" if is_warning else None, soft_wrap=True)
+        out.print(
+            f"warning: {note}" if is_warning else note,
+            style="yellow" if is_warning else None,
+            soft_wrap=True,
+        )
 
 
 def print_json(document: object) -> None:
@@ -73,7 +77,11 @@ class LineFormatter(logging.Formatter):
     ISO 8601, in UTC."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
-        return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return (
+            datetime.fromtimestamp(record.created, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z")
+        )
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = escaped(record.message)
@@ -87,7 +95,11 @@ class JsonFormatter(LineFormatter):
     """A record is one JSON object: time, level, logger, run and rank where they are known, message, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        document = {"time": self.formatTime(record), "level": record.levelname.lower(), "logger": record.name}
+        document = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
         document |= _run_and_rank(record) | {"message": record.getMessage()}
         if record.exc_info:
             document["exception"] = self.formatException(record.exc_info)
@@ -95,7 +107,15 @@ class JsonFormatter(LineFormatter):
 
 
 #: Of these loggers of this package, a message that begins with ``%s: `` begins with the run's name.
-RUN_LOGS = ("run.", "replay.", "api.service", "api.bring_up", "api.grpc.servicer", "order.builder", "order.run_engine")
+RUN_LOGS = (
+    "run.",
+    "replay.",
+    "api.service",
+    "api.bring_up",
+    "api.grpc.servicer",
+    "order.builder",
+    "order.run_engine",
+)
 #: How the threads of a run are named.
 _RUN_THREAD = re.compile(
     r"(?P<run>.+)-(?:rank-(?P<rank>\d+)-progress|producer|committer|lease|streams|files|recorder|revise|"
@@ -125,7 +145,9 @@ def set_up_logging(level: str, log_format: LogFormat = LogFormat.TEXT) -> None:
     """Logs go to standard error, from a level on. Raises ``typer.BadParameter`` if there is none of this name."""
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
-        raise typer.BadParameter(f"{level!r}; expected debug, info, warning or error", param_hint="--log-level")
+        raise typer.BadParameter(
+            f"{level!r}; expected debug, info, warning or error", param_hint="--log-level"
+        )
     # Plain lines, never wrapped: logs are read with grep as often as by eye.
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(message)s"))
@@ -134,11 +156,15 @@ def set_up_logging(level: str, log_format: LogFormat = LogFormat.TEXT) -> None:
         # What others write there, too: Python's warnings and faults, and nothing of gRPC's native part.
         logging.captureWarnings(True)
         sys.excepthook = lambda *fault: logging.critical("the process ends", exc_info=fault)
-        threading.excepthook = lambda fault: logging.error("a thread ended", exc_info=fault.exc_value)
+        threading.excepthook = lambda fault: logging.error(
+            "a thread ended", exc_info=fault.exc_value
+        )
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logging.basicConfig(level=number, handlers=[handler])
 
 
 def logs_json() -> bool:
     """Whether standard error is for JSON alone."""
-    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+    return any(
+        isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers
+    )

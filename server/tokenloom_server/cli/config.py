@@ -42,21 +42,39 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
         document = yaml.safe_load(read_file(file, 2**20)) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"{file} cannot be read: {reason(error)}") from None
-    options = {_key(option): option for option in ctx.command.params if option.name not in ("help", "config")}
+    options = {
+        _key(option): option
+        for option in ctx.command.params
+        if option.name not in ("help", "config")
+    }
     if not isinstance(document, dict):
-        raise typer.BadParameter(f"{file}: found {type(document).__name__}; expected lines such as grpc: 127.0.0.1:0")
+        raise typer.BadParameter(
+            f"{file}: found {type(document).__name__}; expected lines such as grpc: 127.0.0.1:0"
+        )
     values: dict[str, Any] = {}
     for key, value in document.items():
         if key not in options:
-            near = "".join(f"; did you mean {name}?" for name in get_close_matches(str(key), options, 1))
-            raise typer.BadParameter(f"{file}: {key} is no option of a server{near} (tokenloom serve --help)")
-        if value is None or isinstance(value, dict) or (isinstance(value, list) and not _is_list(options[key])):
-            raise typer.BadParameter(f"{file}: {key}: found {value!r}; expected a value as on the command line")
+            near = "".join(
+                f"; did you mean {name}?" for name in get_close_matches(str(key), options, 1)
+            )
+            raise typer.BadParameter(
+                f"{file}: {key} is no option of a server{near} (tokenloom serve --help)"
+            )
+        if (
+            value is None
+            or isinstance(value, dict)
+            or (isinstance(value, list) and not _is_list(options[key]))
+        ):
+            raise typer.BadParameter(
+                f"{file}: {key}: found {value!r}; expected a value as on the command line"
+            )
         if _PASSWORD.search(str(value)):
             raise typer.BadParameter(f"{file}: {key} holds a password; set it in the environment")
         name = str(options[key].name)
         if not any(os.environ.get(variable) for variable in OWN_VARIABLES.get(name, ())):
-            values[name] = [value] if _is_list(options[key]) and not isinstance(value, list) else value
+            values[name] = (
+                [value] if _is_list(options[key]) and not isinstance(value, list) else value
+            )
     ctx.default_map = values
     return file
 
@@ -96,7 +114,10 @@ def show(ctx: typer.Context, *, as_json: bool) -> None:
             value, origin = os.environ[variable] if origin == "default" else value, variable
         shown = [str(each) for each in value] if isinstance(value, list) else str(value)
         shown = _PASSWORD.sub(r"\1\2…", shown) if isinstance(shown, str) else shown
-        rows[_key(option)] = {"value": "(hidden)" if origin.endswith("_TOKEN") else shown, "from": origin}
+        rows[_key(option)] = {
+            "value": "(hidden)" if origin.endswith("_TOKEN") else shown,
+            "from": origin,
+        }
     if as_json:
         print_json(rows)
         return

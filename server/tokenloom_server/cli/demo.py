@@ -12,10 +12,15 @@ from tokenloom_server.errors import ConfigError
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where corpora, logs and checkpoints go.")] = Path("tokenloom-demo"),
-    steps: Annotated[int, typer.Option(min=8, help="Training steps of the first, two-rank part's plan.")] = 48,
+    folder: Annotated[Path, typer.Option(help="Where corpora, logs and checkpoints go.")] = Path(
+        "tokenloom-demo"
+    ),
+    steps: Annotated[
+        int, typer.Option(min=8, help="Training steps of the first, two-rank part's plan.")
+    ] = 48,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the server and its page up at the end, until Ctrl-C.")
+        bool,
+        typer.Option("--keep", help="Keep the server and its page up at the end, until Ctrl-C."),
     ] = False,
     live: Annotated[
         bool,
@@ -28,7 +33,9 @@ def demo(
 ) -> None:
     """Run the whole job on text that is on this machine: train, kill everything, resume elsewhere, prove it."""
     if find_spec("torch") is None:
-        raise ConfigError("the demonstration trains, and torch is not installed: pip install 'tokenloom[server,torch]'")
+        raise ConfigError(
+            "the demonstration trains, and torch is not installed: pip install 'tokenloom[server,torch]'"
+        )
     from tokenloom_server.demo.main import run_demo
 
     if live:

@@ -17,16 +17,24 @@ def export(
     url: Url,
     out: Annotated[
         Path,
-        typer.Option(help="The name of the files without their endings: OUT.bin, OUT.idx (or OUT.parquet), OUT.json."),
+        typer.Option(
+            help="The name of the files without their endings: OUT.bin, OUT.idx (or OUT.parquet), OUT.json."
+        ),
     ],
     begin: Annotated[int, typer.Option("--from", min=0, help="The first sample index.")] = 0,
     end: Annotated[
         int | None,
-        typer.Option("--to", min=1, help="The sample index after the last; where the ledger stands if not given."),
+        typer.Option(
+            "--to",
+            min=1,
+            help="The sample index after the last; where the ledger stands if not given.",
+        ),
     ] = None,
     form: Annotated[
         Literal["megatron", "parquet"],
-        typer.Option("--format", help="Megatron-LM's .bin and .idx, or one Parquet file with page checksums."),
+        typer.Option(
+            "--format", help="Megatron-LM's .bin and .idx, or one Parquet file with page checksums."
+        ),
     ] = "megatron",
     *,
     access: ReadAccess,

@@ -19,11 +19,14 @@ def fork(
         str | None, typer.Option("--from", help="The run that it begins from, served there, too.")
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(min=0, help="Where that run stood; what it has committed if not given.")
+        int | None,
+        typer.Option(min=0, help="Where that run stood; what it has committed if not given."),
     ] = None,
     state: Annotated[
         Path | None,
-        typer.Option(help="Instead of --from: its checkpoint, whatever tokenloom checkpoint show reads."),
+        typer.Option(
+            help="Instead of --from: its checkpoint, whatever tokenloom checkpoint show reads."
+        ),
     ] = None,
     inside: Inside = None,
     *,
@@ -40,4 +43,6 @@ def fork(
     server = access.connect(url)
     snapshot = None if state is None else snapshot_text(state, inside)
     point = server.fork(run, parent=parent, sample_index=sample, snapshot=snapshot)
-    say(f"{run}: begins at sample {point.sample_index:,} (digest {point.digest}), with the first launch")
+    say(
+        f"{run}: begins at sample {point.sample_index:,} (digest {point.digest}), with the first launch"
+    )

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 #: Beside the mixture file, for editors.
 SCHEMA_FILE = "mixture.schema.json"
 #: Where a file has one of these columns, that is read: of text, and of ids.
-COLUMNS = (*("text", "content", "document", "body", "raw_content"), *("input_ids", "ids", "tokens", "token_ids"))
+COLUMNS = (
+    *("text", "content", "document", "body", "raw_content"),
+    *("input_ids", "ids", "tokens", "token_ids"),
+)
 #: The column of conversations, which the tokeniser's chat template makes text.
 CONVERSATIONS = "messages"
 #: Tokens per sample, unless the data are too few.
@@ -66,12 +69,22 @@ _COMMENTS = {
 class _Answers:
     """Answers that ``init`` need not find out, or ask for at a terminal."""
 
-    run: Annotated[str | None, typer.Option(help="The run's name; the folder's if not given.")] = None
-    tokenizer: Annotated[str | None, typer.Option(help="As a mixture file names it; else one near the data.")] = None
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens per sample; 2048, or less of few data.")] = None
-    column: Annotated[list[str] | None, typer.Option(help="The column, of one or all.", metavar="[ALIAS=]NAME")] = None
+    run: Annotated[str | None, typer.Option(help="The run's name; the folder's if not given.")] = (
+        None
+    )
+    tokenizer: Annotated[
+        str | None, typer.Option(help="As a mixture file names it; else one near the data.")
+    ] = None
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens per sample; 2048, or less of few data.")
+    ] = None
+    column: Annotated[
+        list[str] | None, typer.Option(help="The column, of one or all.", metavar="[ALIAS=]NAME")
+    ] = None
 
-    def fields(self, folder: Path, base_dir: Path, sources: Mapping[str, Candidate]) -> dict[str, str | int]:
+    def fields(
+        self, folder: Path, base_dir: Path, sources: Mapping[str, Candidate]
+    ) -> dict[str, str | int]:
         """The run's own fields. Raises ``ConfigError``."""
         own = folder.name.partition(".")[0] if folder.is_file() else folder.name
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", own).strip("-._") or "run"
@@ -109,11 +122,18 @@ class _Answers:
                 f"--column {min(unknown)}=…: no source has this alias; expected one of {', '.join(names)}"
             )
         columns = map(self.column_of, candidates, names)
-        return {alias: each.with_column(column) for alias, each, column in zip(names, candidates, columns, strict=True)}
+        return {
+            alias: each.with_column(column)
+            for alias, each, column in zip(names, candidates, columns, strict=True)
+        }
 
     def column_of(self, candidate: Candidate, alias: str) -> str:
         """Which column of a source is read. Raises ``ConfigError`` where that does not show."""
-        if not self.is_named(alias) and _has_chats(candidate) and not {*COLUMNS} & {*candidate.columns}:
+        if (
+            not self.is_named(alias)
+            and _has_chats(candidate)
+            and not {*COLUMNS} & {*candidate.columns}
+        ):
             return CONVERSATIONS
         readable = [name for name, content in candidate.columns.items() if content is not None]
         usual = [name for name in COLUMNS if name in readable] or readable
@@ -135,9 +155,14 @@ class Measured:
 
 @given_up_soon()
 def init(
-    places: Annotated[list[str], typer.Argument(help="Folders, or datasets of the Hub.", metavar="FOLDER|hf:REPO...")],
+    places: Annotated[
+        list[str],
+        typer.Argument(help="Folders, or datasets of the Hub.", metavar="FOLDER|hf:REPO..."),
+    ],
     output: Annotated[Path, typer.Option(help="The mixture file to write.")] = Path("mixture.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write over files that are there.")
+    ] = False,
     *,
     answers: _Answers,
 ) -> None:
@@ -162,9 +187,13 @@ def init(
     sources = answers.sources(survey.candidates)
     fields = answers.fields(Path(places[0]).resolve(), base_dir, sources)
 
-    def text_of(sources: Mapping[str, Candidate], measured: Measured | None = None) -> tuple[str, RunConfig]:
+    def text_of(
+        sources: Mapping[str, Candidate], measured: Measured | None = None
+    ) -> tuple[str, RunConfig]:
         text = _mixture_text(fields, sources, measured)
-        return text, config.parse(yaml.safe_load(text), where=str(output), catalog=catalog, text=text)
+        return text, config.parse(
+            yaml.safe_load(text), where=str(output), catalog=catalog, text=text
+        )
 
     text, _ = text_of(sources)
     try:
@@ -179,13 +208,17 @@ def init(
         text, _ = text_of(sources, measured)
     except TokenloomError as error:
         measured = None
-        survey.warnings.append(f"weights are the parts of the bytes on disk, since tokens cannot be estimated: {error}")
+        survey.warnings.append(
+            f"weights are the parts of the bytes on disk, since tokens cannot be estimated: {error}"
+        )
     write_whole(output, text)
     write_whole(schema, schema_content)
     for alias, source in sources.items():
         say(f"{alias}: {_contents(source, alias, measured)}: {source.spec}{_row_note(source)}")
     if measured is not None:
-        say(f"tokeniser: {fields['tokenizer']}, {measured.vocab_size:,} ids: as many rows the model's embedding has")
+        say(
+            f"tokeniser: {fields['tokenizer']}, {measured.vocab_size:,} ids: as many rows the model's embedding has"
+        )
     for file in tokenizer_files(str(fields["tokenizer"]), base_dir):
         survey.left_out.pop(file, "")
     for warning in survey.warnings:
@@ -227,12 +260,18 @@ def _looked_into(
 
 def _check_output(output: Path, schema: Path, schema_content: str, force: bool) -> None:
     if output.is_dir() or not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: expected a file, in a folder that exists; make that first")
+        raise ConfigError(
+            f"--output {output}: expected a file, in a folder that exists; make that first"
+        )
     if output.name == SCHEMA_FILE:
-        raise ConfigError(f"--output {output}: the schema for editors has this name; give another one")
+        raise ConfigError(
+            f"--output {output}: the schema for editors has this name; give another one"
+        )
     for path in (output, schema):
         if path.exists() and not force and path.read_bytes() != schema_content.encode():
-            raise ConfigError(f"{path}: is there already; give another --output, or --force to write over it")
+            raise ConfigError(
+                f"{path}: is there already; give another --output, or --force to write over it"
+            )
 
 
 def _survey(places: Sequence[str], base_dir: Path, catalog: SourceCatalog) -> Survey:
@@ -258,9 +297,12 @@ def _survey(places: Sequence[str], base_dir: Path, catalog: SourceCatalog) -> Su
 
 def _choose(paths: Sequence[str], more: int) -> str:
     """Which of some files with one name is meant, and so in some more cases. Raises ``ConfigError``."""
-    named = f"{' and '.join(paths)}{f' (and {more} more such pairs)' * bool(more)} may be the same data"
+    named = (
+        f"{' and '.join(paths)}{f' (and {more} more such pairs)' * bool(more)} may be the same data"
+    )
     answer = _ask(
-        f"{named}: the one that is read", missing=f"{named}: move one of them away, or name the files to init"
+        f"{named}: the one that is read",
+        missing=f"{named}: move one of them away, or name the files to init",
     )
     if answer not in paths:
         raise ConfigError(f"{named}: found {answer!r}, expected one of them")
@@ -272,7 +314,8 @@ def _aliases(candidates: Sequence[Candidate]) -> list[str]:
     from tokenloom_server.sources.short_form import aliases
 
     pairs = [
-        (each.folder, alias) for each, alias in zip(candidates, aliases([c.spec for c in candidates]), strict=True)
+        (each.folder, alias)
+        for each, alias in zip(candidates, aliases([c.spec for c in candidates]), strict=True)
     ]
     uses = Counter(name for pair in pairs for name in {*pair})
     return [folder if folder and uses[folder] == 1 else alias for folder, alias in pairs]
@@ -307,7 +350,9 @@ def _row_note(candidate: Candidate) -> str:
     """What of plain text is a document, and what else it could be."""
     if candidate.spec.scheme.name != "txt":
         return ""
-    others = " and ".join(f":{column} {row}s" for column, row in _ROWS.items() if column != candidate.spec.column)
+    others = " and ".join(
+        f":{column} {row}s" for column, row in _ROWS.items() if column != candidate.spec.column
+    )
     return f" (each {_ROWS[candidate.spec.column]} is a document; {others} instead)"
 
 
@@ -324,7 +369,9 @@ def _tokenizer(folder: Path, base_dir: Path) -> str | None:
     return next((_path_from(base_dir, file) for file in files if file.is_file()), None)
 
 
-def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candidate], measured: Measured | None) -> str:
+def _mixture_text(
+    fields: Mapping[str, str | int], sources: Mapping[str, Candidate], measured: Measured | None
+) -> str:
     """The mixture file. Weights are the sources' parts of all tokens, or where these are not known of all bytes. JSON's
     texts and numbers are YAML's."""
     from tokenloom_server.sources.endings import codec_of
@@ -347,7 +394,10 @@ def _mixture_text(fields: Mapping[str, str | int], sources: Mapping[str, Candida
         else "# Weights are shares of the tokens; these, of all bytes on disk: raise those of compressed files.",
         "mixture:",
     ]
-    lines += ["  policy: least_consumed  # next comes the source that has used least of its share", "  children:"]
+    lines += [
+        "  policy: least_consumed  # next comes the source that has used least of its share",
+        "  children:",
+    ]
     for alias, source in sources.items():
         lines += [
             f"    # {_contents(source, alias, measured)}; columns: {escaped(', '.join(source.columns))}",

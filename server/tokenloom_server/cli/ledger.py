@@ -40,7 +40,9 @@ def _ledger(url: str, *, must_exist: bool = True) -> Iterator[Ledger]:
     from tokenloom_server.ledger.open import open_ledger
 
     set_up_logging("warning")
-    with closing(open_ledger(os.environ.get(url, url), Path.cwd(), must_exist=must_exist)) as ledger:
+    with closing(
+        open_ledger(os.environ.get(url, url), Path.cwd(), must_exist=must_exist)
+    ) as ledger:
         try:
             if not must_exist:
                 ledger.check()
@@ -55,13 +57,17 @@ def _tracked(runs: Iterable[_T]) -> Iterable[_T]:
     """With a bar on a terminal."""
     from rich.progress import track
 
-    return track(runs, "runs", console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    return track(
+        runs, "runs", console=console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    )
 
 
 @command(app, "backup")
 def back_up(
     ledger: _Url,
-    file: Annotated[Path, typer.Argument(help="The file to write, mode 0600; there must be none of this name.")],
+    file: Annotated[
+        Path, typer.Argument(help="The file to write, mode 0600; there must be none of this name.")
+    ],
     *,
     run: _Run = None,
 ) -> None:
@@ -84,7 +90,10 @@ def restore_backup(
     *,
     run: _Run = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Replace runs that the ledger has; what these have more is lost.")
+        bool,
+        typer.Option(
+            "--replace", help="Replace runs that the ledger has; what these have more is lost."
+        ),
     ] = False,
 ) -> None:
     """Write the runs of a backup to a ledger: one without them, or with --replace in place of those that are there.
@@ -105,7 +114,9 @@ def restore_backup(
 @command(app, "copy")
 def copy_ledger(
     source: Annotated[str, typer.Argument(help=_URL, metavar="FROM")],
-    target: Annotated[str, typer.Argument(help="The ledger to move them to, in the same way.", metavar="TO")],
+    target: Annotated[
+        str, typer.Argument(help="The ledger to move them to, in the same way.", metavar="TO")
+    ],
     *,
     run: _Run = None,
 ) -> None:
@@ -122,7 +133,9 @@ def copy_ledger(
             raise ConfigError(f"FROM and TO are both {old.description}; name two ledgers")
         for name, stream in _tracked(run_names(old, run)):
             is_moved = copy_run(old, new, name, stream)
-            say(f"run {name}, stream {stream}: {'is' if is_moved else 'was already'} in {new.description}")
+            say(
+                f"run {name}, stream {stream}: {'is' if is_moved else 'was already'} in {new.description}"
+            )
 
 
 @command(app, "check")

@@ -20,12 +20,17 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 _FromStart = Annotated[
-    bool, typer.Option("--from-start", help="Read sources that come back from their first row, not where they stood.")
+    bool,
+    typer.Option(
+        "--from-start",
+        help="Read sources that come back from their first row, not where they stood.",
+    ),
 ]
 _Children = Annotated[
     list[str],
     typer.Argument(
-        help="Aliases or specs; of a node without an alias its place, such as mixture.children.2.", metavar="CHILD..."
+        help="Aliases or specs; of a node without an alias its place, such as mixture.children.2.",
+        metavar="CHILD...",
     ),
 ]
 
@@ -41,7 +46,9 @@ class _ChildOptions:
         ),
     ] = None
     alias: Annotated[str | None, typer.Option(help="Its short name.")] = None
-    epochs: Annotated[str | None, typer.Option(help="How often it is read: a number, or inf.")] = None
+    epochs: Annotated[str | None, typer.Option(help="How often it is read: a number, or inf.")] = (
+        None
+    )
     max_tokens: Annotated[
         str | None, typer.Option(help="At most so many tokens of the run, such as 500M; or none.")
     ] = None
@@ -58,7 +65,9 @@ class _ChildOptions:
         if self.epochs is not None:
             fields["epochs"] = parse_number(self.epochs, "--epochs")
         if self.max_tokens is not None:
-            fields["max_tokens"] = None if self.max_tokens == "none" else parse_amount(self.max_tokens, "--max-tokens")
+            fields["max_tokens"] = (
+                None if self.max_tokens == "none" else parse_amount(self.max_tokens, "--max-tokens")
+            )
         return fields
 
 
@@ -92,7 +101,8 @@ def set_child(
     child: Annotated[
         str,
         typer.Argument(
-            help="A source or node: its alias or spec, or its place, such as mixture.children.2.", metavar="CHILD"
+            help="A source or node: its alias or spec, or its place, such as mixture.children.2.",
+            metavar="CHILD",
         ),
     ],
     options: _ChildOptions,
@@ -107,7 +117,12 @@ def set_child(
     access: ControlAccess,
 ) -> None:
     """Set a source's or node's weight, policy, epochs, limits or alias."""
-    texts = {"policy": policy, "unit": unit, "interpolate": interpolate, "on_exhausted": on_exhausted}
+    texts = {
+        "policy": policy,
+        "unit": unit,
+        "interpolate": interpolate,
+        "on_exhausted": on_exhausted,
+    }
     fields: dict[str, Any] = {field: text for field, text in texts.items() if text is not None}
     if on_exhausted == "none":
         fields["on_exhausted"] = None
@@ -159,7 +174,8 @@ def drop(url: Url, children: _Children, revision: RevisionOptions, access: Contr
 def apply(
     url: Url,
     mixture: Annotated[
-        Path, typer.Argument(help="A mixture file, of which mixture: is taken.", metavar="MIXTURE.yaml")
+        Path,
+        typer.Argument(help="A mixture file, of which mixture: is taken.", metavar="MIXTURE.yaml"),
     ],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     from_start: _FromStart = False,
@@ -184,7 +200,9 @@ def apply(
 @command(app, "append-files")
 def append_files(
     url: Url,
-    sources: Annotated[list[str], typer.Argument(help="Aliases or specs of sources.", metavar="SOURCE...")],
+    sources: Annotated[
+        list[str], typer.Argument(help="Aliases or specs of sources.", metavar="SOURCE...")
+    ],
     revision: RevisionOptions,
     access: ControlAccess,
 ) -> None:

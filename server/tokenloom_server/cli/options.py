@@ -26,11 +26,18 @@ if TYPE_CHECKING:
     from tokenloom_server.tools.peek.servers import Servers
     from tokenloom_server.tools.remote import Remote
 
-Url = Annotated[str, typer.Argument(help="HOST:PORT of either port of a server, or the URL of a run.", metavar="URL")]
+Url = Annotated[
+    str,
+    typer.Argument(
+        help="HOST:PORT of either port of a server, or the URL of a run.", metavar="URL"
+    ),
+]
 RunName = Annotated[str | None, typer.Option(help="The run; needed where the server has several.")]
 _ControlTokenFile = Annotated[
     Path | None,
-    typer.Option(help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN."),
+    typer.Option(
+        help="A file with the server's control token; mode 0600. Without it: TOKENLOOM_TOKEN."
+    ),
 ]
 
 
@@ -51,10 +58,12 @@ class ReadAccess:
             help="A file with the server's token; mode 0600. Without it: TOKENLOOM_READ_TOKEN or TOKENLOOM_TOKEN."
         ),
     ] = None
-    tls_ca: Annotated[Path | None, typer.Option(help="The CA to trust, PEM; or TOKENLOOM_TLS_CA.")] = None
-    tls_cert: Annotated[Path | None, typer.Option(help="A certificate to show, PEM (mTLS); or TOKENLOOM_TLS_CERT.")] = (
-        None
-    )
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="The CA to trust, PEM; or TOKENLOOM_TLS_CA.")
+    ] = None
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="A certificate to show, PEM (mTLS); or TOKENLOOM_TLS_CERT.")
+    ] = None
     tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM; or TOKENLOOM_TLS_KEY.")] = None
 
     control: ClassVar[bool] = False
@@ -89,7 +98,9 @@ class ReadAccess:
         from tokenloom_server.tools.remote import ServerUnreachable
 
         address = _parsed(url)
-        grpc_address = Address(address.targets, address.run, address.is_tls(self._files.or_of(os.environ) != NO_FILES))
+        grpc_address = Address(
+            address.targets, address.run, address.is_tls(self._files.or_of(os.environ) != NO_FILES)
+        )
         if not address.is_grpc:
             try:
                 target = reached_at(self._rest(url).about().address, address.targets[0])
@@ -111,7 +122,9 @@ class ReadAccess:
     def _grpc(self, address: Address) -> Servers:
         from tokenloom_server.tools.peek.servers import Servers
 
-        return Servers(address, os.environ, token_file=self._token_file(address.targets), files=self._files)
+        return Servers(
+            address, os.environ, token_file=self._token_file(address.targets), files=self._files
+        )
 
     def _token_file(self, targets: Sequence[str]) -> Path | None:
         """Where no token is given, for a server of this machine, the one that it made in this folder."""
@@ -146,7 +159,9 @@ class ControlAccess(ReadAccess):
 
 
 #: Where a command takes a checkpoint.
-Inside = Annotated[str | None, typer.Option(help="Where in the checkpoint the state lies, if it holds several.")]
+Inside = Annotated[
+    str | None, typer.Option(help="Where in the checkpoint the state lies, if it holds several.")
+]
 
 
 def snapshot_text(path: Path, inside: str | None) -> str:
@@ -175,7 +190,16 @@ DATA_ROOTS = "TOKENLOOM_DATA_ROOTS"
 
 #: The options that are fields of a mixture file, in a mixture file's order.
 _FIELDS = (
-    *("run", "seed", "bucket_by", "edges", "global_batch_size", "tokenizer", "vocab_size", "end_of_text_id"),
+    *(
+        "run",
+        "seed",
+        "bucket_by",
+        "edges",
+        "global_batch_size",
+        "tokenizer",
+        "vocab_size",
+        "end_of_text_id",
+    ),
     *("sequence_length", "policy"),
 )
 
@@ -225,11 +249,16 @@ class MixtureOptions:
     ] = None
     cache: Annotated[
         Path | None,
-        typer.Option(help="Keep what is read of remote storage in this folder of a local disk. [env: TOKENLOOM_CACHE]"),
+        typer.Option(
+            help="Keep what is read of remote storage in this folder of a local disk. [env: TOKENLOOM_CACHE]"
+        ),
     ] = None
     cache_size: Annotated[
         str | None,
-        typer.Option(help="How large it may become; 100G if not given. [env: TOKENLOOM_CACHE_SIZE]", metavar="SIZE"),
+        typer.Option(
+            help="How large it may become; 100G if not given. [env: TOKENLOOM_CACHE_SIZE]",
+            metavar="SIZE",
+        ),
     ] = None
     decompress_mib: Annotated[
         int | None,
@@ -252,21 +281,37 @@ class MixtureOptions:
     ] = None
     run: Annotated[str | None, _Short("The run's name.", "--run")] = None
     sequence_length: Annotated[int | None, _Short("Tokens per sample.")] = None
-    tokenizer: Annotated[str | None, _Short("A tokenizer.json, a folder with one, a name on the Hub, or bytes.")] = None
+    tokenizer: Annotated[
+        str | None, _Short("A tokenizer.json, a folder with one, a name on the Hub, or bytes.")
+    ] = None
     seed: Annotated[int | None, _Short("Seeds every draw; 0 if not given.")] = None
-    policy: Annotated[str | None, _Short("The mixture's policy; least_consumed if not given.")] = None
-    vocab_size: Annotated[int | None, _Short("Greatest id + 1, where all hold ids and there is no tokeniser.")] = None
-    end_of_text_id: Annotated[int | None, _Short("The id that ends a document, where there is no tokeniser.")] = None
-    bucket_by: Annotated[str | None, _Short("Of ready tensors: the column of the bucket, or length(COLUMN).")] = None
-    edges: Annotated[list[str] | None, _Short("The greatest length of each bucket: 64,128; may be given again.")] = None
-    global_batch_size: Annotated[int | None, _Short("With --bucket-by: rows of a micro-step, over all ranks.")] = None
+    policy: Annotated[str | None, _Short("The mixture's policy; least_consumed if not given.")] = (
+        None
+    )
+    vocab_size: Annotated[
+        int | None, _Short("Greatest id + 1, where all hold ids and there is no tokeniser.")
+    ] = None
+    end_of_text_id: Annotated[
+        int | None, _Short("The id that ends a document, where there is no tokeniser.")
+    ] = None
+    bucket_by: Annotated[
+        str | None, _Short("Of ready tensors: the column of the bucket, or length(COLUMN).")
+    ] = None
+    edges: Annotated[
+        list[str] | None, _Short("The greatest length of each bucket: 64,128; may be given again.")
+    ] = None
+    global_batch_size: Annotated[
+        int | None, _Short("With --bucket-by: rows of a micro-step, over all ranks.")
+    ] = None
 
     def roots(self) -> DataRoots:
         """What --data-root says, or else the environment. Raises ``ConfigError``."""
         from tokenloom_server.config.data_roots import DataRoots
 
         # The colon of s3://bucket separates nothing.
-        from_environment = [place for place in re.split(r":(?!//)", os.environ.get(DATA_ROOTS, "")) if place]
+        from_environment = [
+            place for place in re.split(r":(?!//)", os.environ.get(DATA_ROOTS, "")) if place
+        ]
         return DataRoots.of(self.data_root or from_environment)
 
     def use_cache(self) -> None:
@@ -275,8 +320,14 @@ class MixtureOptions:
         from tokenloom_server.sources import compressed
         from tokenloom_server.storage import cache
 
-        options = {cache.FOLDER: self.cache, cache.SIZE: self.cache_size, compressed.MEMORY: self.decompress_mib}
-        os.environ.update({name: str(value) for name, value in options.items() if value is not None})
+        options = {
+            cache.FOLDER: self.cache,
+            cache.SIZE: self.cache_size,
+            compressed.MEMORY: self.decompress_mib,
+        }
+        os.environ.update(
+            {name: str(value) for name, value in options.items() if value is not None}
+        )
         cache.block_cache()
 
     def catalog(self) -> Catalog:
@@ -314,7 +365,9 @@ class MixtureOptions:
         fields = {name: getattr(self, name) for name in _FIELDS}
         if self.dataset_mix is None:
             if extra := [_option(name) for name, value in fields.items() if value is not None]:
-                raise ConfigError(f"{', '.join(extra)}: belongs to --dataset-mix; a mixture file says it itself")
+                raise ConfigError(
+                    f"{', '.join(extra)}: belongs to --dataset-mix; a mixture file says it itself"
+                )
             return None
         size = "global_batch_size" if self.bucket_by is not None else "sequence_length"
         if missing := [_option(name) for name in ("run", size) if fields[name] is None]:
@@ -324,7 +377,9 @@ class MixtureOptions:
         from tokenloom_server.sources.catalog import sources_of
 
         catalog = self.catalog()
-        document = short_form.document(self.dataset_mix, Path.cwd(), sources_of(catalog), self.roots(), **fields)
+        document = short_form.document(
+            self.dataset_mix, Path.cwd(), sources_of(catalog), self.roots(), **fields
+        )
         run_config = config.parse(document, where=short_form.OPTION, catalog=catalog)
         return LoadedMixture(run_config, short_form.as_yaml(document), Path.cwd())
 
@@ -339,7 +394,9 @@ def local_cpus(option: str, address: str) -> tuple[str, int | None]:
     if kind != "local" or not colon:
         return address, None
     if not (count.isdecimal() and int(count) > 0):
-        raise ConfigError(f"{option}: found {address!r}, expected auto, or local:N with N CPUs, such as local:4")
+        raise ConfigError(
+            f"{option}: found {address!r}, expected auto, or local:N with N CPUs, such as local:4"
+        )
     return kind, int(count)
 
 
@@ -353,5 +410,7 @@ def amounts(option: str, texts: Sequence[str] | None) -> dict[str, float]:
             if not 0 < by_name[name] < float("inf"):
                 raise ValueError
         except ValueError:
-            raise ConfigError(f"{option}: found {text!r}, expected NAME=AMOUNT, such as tokeniser=1") from None
+            raise ConfigError(
+                f"{option}: found {text!r}, expected NAME=AMOUNT, such as tokeniser=1"
+            ) from None
     return by_name

@@ -24,9 +24,14 @@ def peek(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=10_000, help="How many samples.")] = 8,
-    text: Annotated[bool, typer.Option("--text", help="Print the whole text of each sample.")] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print the whole text of each sample.")
+    ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the samples as JSON, one a line, with ids, text and digest.")
+        bool,
+        typer.Option(
+            "--json", help="Print the samples as JSON, one a line, with ids, text and digest."
+        ),
     ] = False,
     *,
     access: ReadAccess,
@@ -65,10 +70,17 @@ def _print_samples(view: PeekView) -> None:
     for heading in ("sample", "source", "tokens", "documents"):
         table.add_column(heading, justify="left" if heading == "source" else "right", no_wrap=True)
     of_rows = any(sample.row is not None for sample in view.samples)
-    table.add_column("row" if of_rows else "text" if view.decode else "ids", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column(
+        "row" if of_rows else "text" if view.decode else "ids",
+        no_wrap=True,
+        overflow="ellipsis",
+        ratio=1,
+    )
     for sample in view.samples:
         begin = escaped(sample.text(view.decode, out.width))
-        table.add_row(f"{sample.index:,}", sample.source, f"{sample.tokens:,}", f"{sample.documents:,}", begin)
+        table.add_row(
+            f"{sample.index:,}", sample.source, f"{sample.tokens:,}", f"{sample.documents:,}", begin
+        )
     out.print(table)
 
 

@@ -30,11 +30,15 @@ class _ShardOptions:
     form: Annotated[
         Literal["arrow", "parquet"],
         typer.Option(
-            "--format", help="Arrow files, which are mapped and served fastest; or Parquet with page checksums."
+            "--format",
+            help="Arrow files, which are mapped and served fastest; or Parquet with page checksums.",
         ),
     ] = "arrow"
     ids: Annotated[
-        bool, typer.Option("--ids", help="Also sources that hold ids already, as shards of the narrowest type.")
+        bool,
+        typer.Option(
+            "--ids", help="Also sources that hold ids already, as shards of the narrowest type."
+        ),
     ] = False
     shuffle: Annotated[
         bool,
@@ -44,10 +48,16 @@ class _ShardOptions:
         ),
     ] = False
     shard_mb: Annotated[
-        int, typer.Option(min=1, max=100_000, help="MB of a source's files that become one shard, about.")
+        int,
+        typer.Option(
+            min=1, max=100_000, help="MB of a source's files that become one shard, about."
+        ),
     ] = 128
     threads: Annotated[
-        int | None, typer.Option(min=1, max=9999, help="Shards that are made at once; as many as cores if not given.")
+        int | None,
+        typer.Option(
+            min=1, max=9999, help="Shards that are made at once; as many as cores if not given."
+        ),
     ] = None
 
     transform: Annotated[
@@ -58,10 +68,14 @@ class _ShardOptions:
         ),
     ] = None
     transform_seconds: Annotated[
-        float, typer.Option(min=0.01, max=86_400, help="Seconds that the function may take for a batch.")
+        float,
+        typer.Option(min=0.01, max=86_400, help="Seconds that the function may take for a batch."),
     ] = 300.0
     transform_mb: Annotated[
-        int, typer.Option(min=64, max=10_000_000, help="MB of memory that each process of the function may take.")
+        int,
+        typer.Option(
+            min=64, max=10_000_000, help="MB of memory that each process of the function may take."
+        ),
     ] = 4096
 
     def open_transform(self) -> AbstractContextManager[Transform | None]:
@@ -70,10 +84,16 @@ class _ShardOptions:
             return nullcontext()
         from tokenloom_server.workers.processes import Transform
 
-        return closing(Transform(self.transform, seconds=self.transform_seconds, memory_mb=self.transform_mb))
+        return closing(
+            Transform(self.transform, seconds=self.transform_seconds, memory_mb=self.transform_mb)
+        )
 
     def job(
-        self, mixture: Path | None, index: Path, mixture_options: MixtureOptions, transform: Transform | None
+        self,
+        mixture: Path | None,
+        index: Path,
+        mixture_options: MixtureOptions,
+        transform: Transform | None,
     ) -> Job:
         """What is to be prepared. Raises ``ConfigError``, and what opening sources raises."""
         from tokenloom_server.prepare.job import Job
@@ -99,21 +119,32 @@ class _ClusterOptions:
 
     ray: Annotated[
         str | None,
-        typer.Option(help="Make shards on a Ray cluster.", metavar="auto|local[:N]|HOST:PORT|ray://HOST:PORT"),
+        typer.Option(
+            help="Make shards on a Ray cluster.", metavar="auto|local[:N]|HOST:PORT|ray://HOST:PORT"
+        ),
     ] = None
-    ray_cpus: Annotated[float, typer.Option(min=0.01, max=1024, help="CPUs that Ray keeps for each shard.")] = 1.0
-    ray_memory: Annotated[int, typer.Option(min=0, help="MB of memory that Ray keeps for each.", metavar="MB")] = 0
+    ray_cpus: Annotated[
+        float, typer.Option(min=0.01, max=1024, help="CPUs that Ray keeps for each shard.")
+    ] = 1.0
+    ray_memory: Annotated[
+        int, typer.Option(min=0, help="MB of memory that Ray keeps for each.", metavar="MB")
+    ] = 0
     ray_resource: Annotated[
-        list[str] | None, typer.Option(help="What else, by name; may be given again.", metavar="NAME=AMOUNT")
+        list[str] | None,
+        typer.Option(help="What else, by name; may be given again.", metavar="NAME=AMOUNT"),
     ] = None
 
     @contextmanager
-    def connected(self, threads: int | None) -> Iterator[Callable[[Callable[[int], None]], MakeAll] | None]:
+    def connected(
+        self, threads: int | None
+    ) -> Iterator[Callable[[Callable[[int], None]], MakeAll] | None]:
         """What makes shards on the cluster, for whom it tells how many nodes there are; None without one. Raises what
         ``connect`` does."""
         if self.ray is None:
             if self != _ClusterOptions():
-                raise ConfigError("--ray-cpus, --ray-memory and --ray-resource belong to --ray: give it, too")
+                raise ConfigError(
+                    "--ray-cpus, --ray-memory and --ray-resource belong to --ray: give it, too"
+                )
             yield None
             return
         from tokenloom_server.workers.cluster.connection import Needs, connect
@@ -130,7 +161,10 @@ def prepare(
     mixture: Mixture = None,
     out: Annotated[
         str,
-        typer.Option(help="Where to prepare into: a new folder, an empty one, or one to go on in.", metavar="DIR|URL"),
+        typer.Option(
+            help="Where to prepare into: a new folder, an empty one, or one to go on in.",
+            metavar="DIR|URL",
+        ),
     ] = "prepared",
     *,
     options: _ShardOptions,
@@ -174,7 +208,9 @@ def prepare(
             total, unit = sum(task.bytes for task in job.tasks), "shards" if on_ray else "rows"
             with Progress(total, unit) as progress:
                 make_all = on_ray and on_ray(progress.on_nodes)
-                done = make(job, out, on_done=progress.advance, on_kept=progress.kept, make_all=make_all)
+                done = make(
+                    job, out, on_done=progress.advance, on_kept=progress.kept, make_all=make_all
+                )
     except OSError as error:
         raise cannot_write(error, folder) from None
     except KeyboardInterrupt:
@@ -185,10 +221,20 @@ def prepare(
 
 def _print_summary(done: Done) -> None:
     without = [
-        f"{count:,} {kind}" for count, kind in ((done.bad_rows, "bad"), (done.filtered_rows, "filtered")) if count
+        f"{count:,} {kind}"
+        for count, kind in ((done.bad_rows, "bad"), (done.filtered_rows, "filtered"))
+        if count
     ]
-    rows = f"{done.rows:,} rows" + (f" ({' and '.join(without)} ones, without tokens)" if without else "")
+    rows = f"{done.rows:,} rows" + (
+        f" ({' and '.join(without)} ones, without tokens)" if without else ""
+    )
     before = f" ({done.kept} were there already)" if done.kept else ""
-    say(f"{rows}, {done.tokens:,} tokens, {done.bytes / 1e6:,.1f} MB in {done.shards} shards{before}")
-    fetched = "" if isinstance(done.mixture, Path) else "fetch this and, if it is there, tokenizer/ beside it, then: "
+    say(
+        f"{rows}, {done.tokens:,} tokens, {done.bytes / 1e6:,.1f} MB in {done.shards} shards{before}"
+    )
+    fetched = (
+        ""
+        if isinstance(done.mixture, Path)
+        else "fetch this and, if it is there, tokenizer/ beside it, then: "
+    )
     say(f"serve it: {fetched}tokenloom serve {done.mixture}")

@@ -27,7 +27,9 @@ class Progress:
         self._unit = unit
         self._by_bytes = bytes_are_total
         self._lock = threading.Lock()
-        self._units = self._tokens = self._bytes = self._before = self._tokens_before = self._nodes = 0
+        self._units = self._tokens = self._bytes = self._before = self._tokens_before = (
+            self._nodes
+        ) = 0
         self._began = self._printed = time.monotonic()
         self._bar = Bar(
             BarColumn(24),
@@ -42,7 +44,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None and self._total is not None:
             # Parts of files were rounded down.
@@ -95,7 +100,9 @@ class Progress:
         if self._total is None:
             return text
         left_s = (self._total - self._done) / speed if speed else 0.0
-        return f"{min(1.0, self._done / self._total):4.0%}  {text}" + (f", {left_s:,.0f} s left" if left_s >= 1 else "")
+        return f"{min(1.0, self._done / self._total):4.0%}  {text}" + (
+            f", {left_s:,.0f} s left" if left_s >= 1 else ""
+        )
 
     def _print(self) -> None:
         self._printed = time.monotonic()

@@ -13,7 +13,9 @@ from tokenloom_server.cli.options import ReadAccess, Url
 def report(
     url: Url,
     run: Annotated[str | None, typer.Option(help="The run, where the server has several.")] = None,
-    as_json: Annotated[bool, typer.Option("--json/--markdown", help="As JSON, or as Markdown.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json/--markdown", help="As JSON, or as Markdown.")
+    ] = False,
     *,
     access: ReadAccess,
 ) -> None:

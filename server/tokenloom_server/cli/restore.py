@@ -16,20 +16,33 @@ from tokenloom_server.reports.stats import skips_text
 def restore(
     url: Url,
     run: RunName = None,
-    snapshot: Annotated[str | None, typer.Option(help="The id of a snapshot that was saved in the ledger.")] = None,
-    sample: Annotated[
-        int | None, typer.Option(min=0, help="A sample index: where the trainer's checkpoint stands.")
+    snapshot: Annotated[
+        str | None, typer.Option(help="The id of a snapshot that was saved in the ledger.")
     ] = None,
-    state: Annotated[Path | None, typer.Option(help="A checkpoint, whatever tokenloom checkpoint show reads.")] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(min=0, help="A sample index: where the trainer's checkpoint stands."),
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="A checkpoint, whatever tokenloom checkpoint show reads.")
+    ] = None,
     inside: Inside = None,
     skip_samples: Annotated[
-        int, typer.Option(min=0, help="Samples after that point that are not delivered: a bad range.")
+        int,
+        typer.Option(min=0, help="Samples after that point that are not delivered: a bad range."),
     ] = 0,
-    skip_tokens: Annotated[int, typer.Option(min=0, help="The same in tokens, rounded up to whole samples.")] = 0,
+    skip_tokens: Annotated[
+        int, typer.Option(min=0, help="The same in tokens, rounded up to whole samples.")
+    ] = 0,
     undo_skip: Annotated[
-        bool, typer.Option("--undo-skip", help="Take back the skips that the state at that point did not pass.")
+        bool,
+        typer.Option(
+            "--undo-skip", help="Take back the skips that the state at that point did not pass."
+        ),
     ] = False,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Take back what is pinned, and pin nothing.")] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Take back what is pinned, and pin nothing.")
+    ] = False,
     *,
     access: ControlAccess,
 ) -> None:
@@ -58,6 +71,8 @@ def restore(
         skip_tokens=skip_tokens,
         undo_skip=undo_skip,
     )
-    say(f"{name}: the next launch resumes from sample {point.sample_index:,} (digest {point.digest})")
+    say(
+        f"{name}: the next launch resumes from sample {point.sample_index:,} (digest {point.digest})"
+    )
     if point.skips is not None:
         say(f"from then on, what the order passes over: {skips_text(point.skips)}")

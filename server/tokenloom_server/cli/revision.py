@@ -18,21 +18,40 @@ from tokenloom_server.errors import ConfigError
 class RevisionOptions:
     """Why a revision is made, by whom, and from where on it holds."""
 
-    reason: Annotated[str, typer.Option(help="Why, for whoever asks later; it stays in the ledger.")]
-    author: Annotated[str | None, typer.Option(help="Who asks for it; the name of the user if not given.")] = None
+    reason: Annotated[
+        str, typer.Option(help="Why, for whoever asks later; it stays in the ledger.")
+    ]
+    author: Annotated[
+        str | None, typer.Option(help="Who asks for it; the name of the user if not given.")
+    ] = None
     run: RunName = None
     sample_index: Annotated[
         int | None,
-        typer.Option("--at", min=0, help="The first sample index under it; the first possible one if not given."),
+        typer.Option(
+            "--at",
+            min=0,
+            help="The first sample index under it; the first possible one if not given.",
+        ),
     ] = None
     total_tokens: Annotated[
-        str | None, typer.Option("--at-tokens", help="From so many tokens of the run on instead, such as 2B or 1.5T.")
+        str | None,
+        typer.Option(
+            "--at-tokens", help="From so many tokens of the run on instead, such as 2B or 1.5T."
+        ),
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what it would change, and change nothing.")] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what it would change, and change nothing.")
+    ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the revision as JSON.")] = False
 
     def make(
-        self, url: str, access: ControlAccess, change: dict[str, Any], *, run: str | None = None, ask: bool = False
+        self,
+        url: str,
+        access: ControlAccess,
+        change: dict[str, Any],
+        *,
+        run: str | None = None,
+        ask: bool = False,
     ) -> None:
         """Has the server make the ``change`` (a body as the route takes it), and prints the revision.
 
@@ -42,7 +61,11 @@ class RevisionOptions:
         from tokenloom_server.core.amounts import parse_amount
         from tokenloom_server.reports.mixture_text import print_revision
 
-        body = {"reason": self.reason, "author": user_name() if self.author is None else self.author, **change}
+        body = {
+            "reason": self.reason,
+            "author": user_name() if self.author is None else self.author,
+            **change,
+        }
         if self.sample_index is not None:
             body["sample_index"] = self.sample_index
         if self.total_tokens is not None:
@@ -58,7 +81,9 @@ class RevisionOptions:
                     print_json(planned.model_dump())
                 return
             if not sys.stdin.isatty():
-                raise ConfigError("whether to make this revision is asked first, and nobody is here to answer: --yes")
+                raise ConfigError(
+                    "whether to make this revision is asked first, and nobody is here to answer: --yes"
+                )
             typer.confirm("Make this revision?", abort=True, err=self.as_json)
         made = server.revise(name, body)
         if self.as_json:

@@ -13,14 +13,20 @@ from tokenloom_server.cli.options import ControlAccess, ReadAccess, Url
 from tokenloom_server.cli.revision import user_name
 
 app = typer.Typer(
-    name="runs", help="The runs of a server: list, add, reload and remove them while it serves.", no_args_is_help=True
+    name="runs",
+    help="The runs of a server: list, add, reload and remove them while it serves.",
+    no_args_is_help=True,
 )
 
 _Reason = Annotated[
     str | None,
-    typer.Option(help="Where the mixture differs from the one in force, make that a revision, for this reason."),
+    typer.Option(
+        help="Where the mixture differs from the one in force, make that a revision, for this reason."
+    ),
 ]
-_Run = Annotated[str, typer.Argument(help="The run's name, or that of its file where it could not be read.")]
+_Run = Annotated[
+    str, typer.Argument(help="The run's name, or that of its file where it could not be read.")
+]
 
 
 @command(app, "list")
@@ -41,14 +47,18 @@ def list_runs(
         state = stats.error or stats.ended or waits
         say(f"{stats.run}: sample {stats.sample_index:,}, {stats.total_tokens:,} tokens; {state}")
     for broken in listed.broken:
-        state = "served as it was; its mixture file was not taken" if broken.served else "not served"
+        state = (
+            "served as it was; its mixture file was not taken" if broken.served else "not served"
+        )
         say(f"{broken.run}: {state} ({broken.origin}): {broken.error}: {broken.message}")
 
 
 @command(app)
 def add(
     url: Url,
-    mixture: Annotated[Path, typer.Argument(help="A mixture file on the server's machine.", metavar="MIXTURE.yaml")],
+    mixture: Annotated[
+        Path, typer.Argument(help="A mixture file on the server's machine.", metavar="MIXTURE.yaml")
+    ],
     reason: _Reason = None,
     *,
     access: ControlAccess,
@@ -58,7 +68,9 @@ def add(
     A run that the ledger knows goes on where it was. Whether it is there again after a restart of the server, the
     answer says.
     """
-    added = access.connect(url).add_run(file=str(mixture.absolute()), reason=reason, author=user_name())
+    added = access.connect(url).add_run(
+        file=str(mixture.absolute()), reason=reason, author=user_name()
+    )
     say(f"{added.run}: added, from {added.origin}. {added.note}")
 
 

@@ -51,10 +51,12 @@ ROW_S = 1.0
 class ServerOptions:
     """Where a server listens, where it keeps what, and for how long it waits."""
 
-    grpc: Annotated[str, typer.Option(help="Where trainers connect; port 0 picks a free one.")] = "127.0.0.1:50051"
-    rest: Annotated[str, typer.Option(help="REST API, metrics and the page; port 0 picks a free one.")] = (
-        "127.0.0.1:8080"
+    grpc: Annotated[str, typer.Option(help="Where trainers connect; port 0 picks a free one.")] = (
+        "127.0.0.1:50051"
     )
+    rest: Annotated[
+        str, typer.Option(help="REST API, metrics and the page; port 0 picks a free one.")
+    ] = "127.0.0.1:8080"
     health: Annotated[
         str | None,
         typer.Option(
@@ -74,10 +76,14 @@ class ServerOptions:
         ),
     ] = "sqlite:///tokenloom.db"
     ready_file: Annotated[
-        Path | None, typer.Option(help="Write both addresses and the runs there as JSON once the server is ready.")
+        Path | None,
+        typer.Option(
+            help="Write both addresses and the runs there as JSON once the server is ready."
+        ),
     ] = None
     index_dir: Annotated[
-        Path | None, typer.Option(help="Folder for cached line indexes; beside each mixture file if not given.")
+        Path | None,
+        typer.Option(help="Folder for cached line indexes; beside each mixture file if not given."),
     ] = None
     runs_dir: Annotated[
         Path | None,
@@ -89,7 +95,8 @@ class ServerOptions:
     standby: Annotated[
         bool,
         typer.Option(
-            "--standby", help="Where another server leads a run, wait and take over when its lease lapses; else refuse."
+            "--standby",
+            help="Where another server leads a run, wait and take over when its lease lapses; else refuse.",
         ),
     ] = False
     revise: Annotated[
@@ -103,7 +110,9 @@ class ServerOptions:
     lease: Annotated[
         float,
         typer.Option(
-            min=1, max=3600, help="Seconds after which a server that cannot reach the ledger may be replaced."
+            min=1,
+            max=3600,
+            help="Seconds after which a server that cannot reach the ledger may be replaced.",
         ),
     ] = 15.0
     liveness: Annotated[
@@ -122,11 +131,17 @@ class ServerOptions:
         ),
     ] = 300.0
     log_positions: Annotated[
-        float, typer.Option(min=0, help="Seconds between lines that say where each source stands; 0 for none.")
+        float,
+        typer.Option(
+            min=0, help="Seconds between lines that say where each source stands; 0 for none."
+        ),
     ] = 0.0
     rank_timeout: Annotated[
         float,
-        typer.Option(min=1, help="Seconds that ranks wait for one that does not go on, before they get an error."),
+        typer.Option(
+            min=1,
+            help="Seconds that ranks wait for one that does not go on, before they get an error.",
+        ),
     ] = 300.0
 
 
@@ -163,11 +178,13 @@ class ServerAccess:
         ),
     ] = None
     tls_cert: Annotated[
-        Path | None, typer.Option(help="The server's certificate chain, PEM: gRPC and REST use TLS.")
+        Path | None,
+        typer.Option(help="The server's certificate chain, PEM: gRPC and REST use TLS."),
     ] = None
     tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None
     tls_client_ca: Annotated[
-        Path | None, typer.Option(help="A CA, PEM: every client must show a certificate of it (mTLS).")
+        Path | None,
+        typer.Option(help="A CA, PEM: every client must show a certificate of it (mTLS)."),
     ] = None
 
     def access(self, made: MadeToken | None) -> Access:
@@ -178,12 +195,18 @@ class ServerAccess:
 
         tls = Tls.load(self.tls_cert, self.tls_key, self.tls_client_ca)
         named = watched_tokens(self.tokens) if self.tokens is not None else None
-        return Access.find(os.environ, made.file if made else self.token_file, self.read_token_file, tls, named)
+        return Access.find(
+            os.environ, made.file if made else self.token_file, self.read_token_file, tls, named
+        )
 
     def made_token(self, folder: Path) -> MadeToken | None:
         """The server's own token, kept in a folder, where it is asked for and no other is given."""
         variables = (CONTROL_VARIABLE, f"{CONTROL_VARIABLE}_FILE")
-        if not self.make_token or self.token_file is not None or any(map(os.environ.get, variables)):
+        if (
+            not self.make_token
+            or self.token_file is not None
+            or any(map(os.environ.get, variables))
+        ):
             return None
         return make_token(folder)
 
@@ -201,13 +224,21 @@ class Readers:
             metavar="auto|local:N",
         ),
     ] = None
-    readers_cpus: Annotated[float, typer.Option(min=0.01, max=1024, help="CPUs that a task of a reader takes.")] = 1.0
+    readers_cpus: Annotated[
+        float, typer.Option(min=0.01, max=1024, help="CPUs that a task of a reader takes.")
+    ] = 1.0
     readers_resource: Annotated[
         list[str] | None,
-        typer.Option(help="A resource of Ray's that a task takes beside, such as tokeniser=1.", metavar="NAME=AMOUNT"),
+        typer.Option(
+            help="A resource of Ray's that a task takes beside, such as tokeniser=1.",
+            metavar="NAME=AMOUNT",
+        ),
     ] = None
     readers_late: Annotated[
-        float, typer.Option(min=1, help="Seconds without an answer after which rows are asked for again elsewhere.")
+        float,
+        typer.Option(
+            min=1, help="Seconds without an answer after which rows are asked for again elsewhere."
+        ),
     ] = 30.0
     readers_fallback: Annotated[
         Literal["local"] | None,
@@ -233,7 +264,9 @@ class Readers:
         return ReaderOptions(
             address=address,
             local_cpus=cpus,
-            needs=Needs(self.readers_cpus, resources=amounts("--readers-resource", self.readers_resource)),
+            needs=Needs(
+                self.readers_cpus, resources=amounts("--readers-resource", self.readers_resource)
+            ),
             late_s=self.readers_late,
             timeout_s=storage_timeout,
             falls_back=self.readers_fallback is not None,
@@ -247,7 +280,8 @@ class ProcessOptions:
     parent: Annotated[
         int | None,
         typer.Option(
-            help="The process that starts this server: killed at once when that ends, on Linux.", metavar="PID"
+            help="The process that starts this server: killed at once when that ends, on Linux.",
+            metavar="PID",
         ),
     ] = None
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info"
@@ -261,7 +295,8 @@ class Command:
     """All that ``serve`` takes."""
 
     mixtures: Annotated[
-        list[Path] | None, typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml...")
+        list[Path] | None,
+        typer.Argument(help="One mixture file per run to serve.", metavar="MIXTURE.yaml..."),
     ] = None
     options: ServerOptions
     access: ServerAccess
@@ -278,7 +313,9 @@ class Command:
         self.mixture_options.use_cache()
         mixture = self.mixture_options.short_form()
         if mixture is None and not self.mixtures and self.options.runs_dir is None:
-            raise ConfigError("nothing to serve: name a mixture file, or give --runs-dir or --dataset-mix")
+            raise ConfigError(
+                "nothing to serve: name a mixture file, or give --runs-dir or --dataset-mix"
+            )
         if mixture is not None:
             json_alone = logs_json()
             text = f"\n{mixture.text}" if json_alone else ""
@@ -356,7 +393,10 @@ def serve(command: Command) -> None:
         flush=True,
     )
     if made is not None and made.is_new:
-        print(made.lines(server.page_url, server.grpc_address, (server.run_names or ["RUN"])[0]), flush=True)
+        print(
+            made.lines(server.page_url, server.grpc_address, (server.run_names or ["RUN"])[0]),
+            flush=True,
+        )
     # The system may hand a signal to a thread that is not Python's own, and then nothing wakes this one, which has to
     # handle it: so it looks now and then.
     due = time.monotonic() + options.log_positions

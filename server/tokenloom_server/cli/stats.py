@@ -12,8 +12,12 @@ from tokenloom_server.cli.options import ReadAccess, Url
 
 def stats(
     url: Url,
-    run: Annotated[str | None, typer.Option(help="One run; all of the server's if not given.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the documents as JSON, one a line.")] = False,
+    run: Annotated[
+        str | None, typer.Option(help="One run; all of the server's if not given.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the documents as JSON, one a line.")
+    ] = False,
     *,
     access: ReadAccess,
 ) -> None:

@@ -18,7 +18,10 @@ from tokenloom_server.errors import ConfigError, reason
 FILE_NAME = "token"
 #: Of indexes, where a server that makes its token keeps it.
 DEFAULT_FOLDER = Path(".tokenloom-index")
-_File = Annotated[Path, typer.Option(help="The file of named tokens that servers have (--tokens).", metavar="FILE")]
+_File = Annotated[
+    Path,
+    typer.Option(help="The file of named tokens that servers have (--tokens).", metavar="FILE"),
+]
 
 app = typer.Typer(name="token")
 
@@ -40,7 +43,8 @@ class MadeToken(NamedTuple):
         token = read_token(self.file)
         # An address that stands for all of this machine's is none to connect to.
         page, target = (
-            address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]") for address in (page_url, grpc_address)
+            address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+            for address in (page_url, grpc_address)
         )
         scheme = "grpcs" if page.startswith("https:") else "grpc"
         folder = shlex.quote(str(self.file.parent.resolve()))
@@ -107,13 +111,19 @@ def create(
     *,
     tokens: _File,
     name: Annotated[str, typer.Option(help="Whose it is: what the audit log calls it.")],
-    scope: Annotated[str, typer.Option(help="read, train, control or admin; each is good for those before it, too.")],
+    scope: Annotated[
+        str,
+        typer.Option(help="read, train, control or admin; each is good for those before it, too."),
+    ],
     run: Annotated[
         list[str] | None,
-        typer.Option(help="A run that it is good for, or a pattern (wiki*); repeat it. All if not given."),
+        typer.Option(
+            help="A run that it is good for, or a pattern (wiki*); repeat it. All if not given."
+        ),
     ] = None,
     expires: Annotated[
-        datetime | None, typer.Option(help="When it ends, UTC.", formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%SZ"])
+        datetime | None,
+        typer.Option(help="When it ends, UTC.", formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%SZ"]),
     ] = None,
 ) -> None:
     """Make a token, print it this once, and keep its digest in the file.
@@ -132,11 +142,15 @@ def list_tokens(*, tokens: _File) -> None:
     from tokenloom_server.api.tokens import read_document
 
     for token in read_document(tokens).tokens:
-        print(f"{token.name}  {token.scope}  {','.join(token.runs)}  {token.expires or 'never expires'}")
+        print(
+            f"{token.name}  {token.scope}  {','.join(token.runs)}  {token.expires or 'never expires'}"
+        )
 
 
 @command(app, "revoke")
-def revoke(name: Annotated[str, typer.Argument(help="Its name.", metavar="NAME")], *, tokens: _File) -> None:
+def revoke(
+    name: Annotated[str, typer.Argument(help="Its name.", metavar="NAME")], *, tokens: _File
+) -> None:
     """Take a token out of the file: servers refuse it within seconds, and end the streams that it opened."""
     from tokenloom_server.api import tokens as file
 

@@ -16,24 +16,32 @@ if TYPE_CHECKING:
 
 def trace(
     url: Url,
-    sample: Annotated[int | None, typer.Option(min=0, help="A sample index: one sample's documents.")] = None,
-    micro_step: Annotated[
-        int | None, typer.Option(min=0, help="A micro-step of a generation, from 0: what its ranks got in it.")
+    sample: Annotated[
+        int | None, typer.Option(min=0, help="A sample index: one sample's documents.")
     ] = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="Of the micro-step, one rank; all if not given.")] = None,
+    micro_step: Annotated[
+        int | None,
+        typer.Option(min=0, help="A micro-step of a generation, from 0: what its ranks got in it."),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Of the micro-step, one rank; all if not given.")
+    ] = None,
     generation: Annotated[
         int | None,
         typer.Option(
-            min=1, help="The launch whose line to follow, where a later one rewound it; the present one if not given."
+            min=1,
+            help="The launch whose line to follow, where a later one rewound it; the present one if not given.",
         ),
     ] = None,
     stream: Annotated[
-        str | None, typer.Option(help="Of a sample that was evaluated on: its stream, such as validation.")
+        str | None,
+        typer.Option(help="Of a sample that was evaluated on: its stream, such as validation."),
     ] = None,
     run: RunName = None,
     text: Annotated[bool, typer.Option("--text", help="Print each document's text, too.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the answer as JSON; with --text also texts and ids.")
+        bool,
+        typer.Option("--json", help="Print the answer as JSON; with --text also texts and ids."),
     ] = False,
     *,
     access: ReadAccess,
@@ -50,12 +58,16 @@ def trace(
     if rank is not None and micro_step is None:
         raise ConfigError("--rank goes with --micro-step; a sample is one rank's anyway")
     if stream is not None and sample is None:
-        raise ConfigError("--stream goes with --sample; a stream that is evaluated on has no micro-steps of its own")
+        raise ConfigError(
+            "--stream goes with --sample; a stream that is evaluated on has no micro-steps of its own"
+        )
     server = access.connect(url)
     name = server.only_run(run)
     traced: TracedSample | TracedMicroStep
     if micro_step is not None:
-        traced = server.trace_micro_step(name, micro_step, rank=rank, generation=generation, text=text)
+        traced = server.trace_micro_step(
+            name, micro_step, rank=rank, generation=generation, text=text
+        )
     else:
         assert sample is not None
         traced = server.trace_sample(name, sample, generation=generation, text=text, stream=stream)

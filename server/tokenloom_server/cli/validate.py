@@ -39,12 +39,23 @@ def validate(
     mixture: Mixture = None,
     *,
     mixture_options: MixtureOptions,
-    print_file: Annotated[bool, typer.Option("--print", help=_HELP["print"], rich_help_panel=PANEL)] = False,
-    scan: Annotated[bool, typer.Option("--scan", help=_HELP["scan"], rich_help_panel=PANEL)] = False,
-    full: Annotated[bool, typer.Option("--full", help=_HELP["full"], rich_help_panel=PANEL)] = False,
-    record: Annotated[bool, typer.Option("--record", help=_HELP["record"], rich_help_panel=PANEL)] = False,
-    look_seconds: Annotated[float, typer.Option(help=_HELP["seconds"], min=0, rich_help_panel=PANEL)] = 60.0,
-    look_bytes: Annotated[int, typer.Option(help=_HELP["bytes"], min=0, rich_help_panel=PANEL)] = 1 << 30,
+    print_file: Annotated[
+        bool, typer.Option("--print", help=_HELP["print"], rich_help_panel=PANEL)
+    ] = False,
+    scan: Annotated[
+        bool, typer.Option("--scan", help=_HELP["scan"], rich_help_panel=PANEL)
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help=_HELP["full"], rich_help_panel=PANEL)
+    ] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help=_HELP["record"], rich_help_panel=PANEL)
+    ] = False,
+    look_seconds: Annotated[
+        float, typer.Option(help=_HELP["seconds"], min=0, rich_help_panel=PANEL)
+    ] = 60.0,
+    look_bytes: Annotated[int, typer.Option(help=_HELP["bytes"], min=0, rich_help_panel=PANEL)] = 1
+    << 30,
 ) -> None:
     """Check a mixture, its sources and its tokeniser, without serving anything.
 
@@ -60,13 +71,17 @@ def validate(
     out = console(stderr=print_file)
     run_config, text, base_dir = mixture_options.load(mixture)
     if print_file and not text:
-        raise ConfigError("--print writes out what --dataset-mix stands for; a mixture file is one already")
+        raise ConfigError(
+            "--print writes out what --dataset-mix stands for; a mixture file is one already"
+        )
     if record and not full:
         raise ConfigError("--record writes the digests that --full compares with; give both")
     if scan:
         _scan(out, run_config, base_dir, mixture_options.roots())
     with console(stderr=True).status("opening sources and tokeniser"):
-        factory = measured_ahead(builder.create(run_config, base_dir, None, mixture_options.roots()))
+        factory = measured_ahead(
+            builder.create(run_config, base_dir, None, mixture_options.roots())
+        )
         refuse_unfilled(lay(factory, (), None, 0))
         samples = factory.pipeline(factory.initial())
         samples.advance(run_config.pick_samples)
@@ -81,8 +96,12 @@ def validate(
     for warning in builder.warnings(factory):
         out.print(f"warning: {warning}", style="yellow")
     if samples.ended is not None:
-        out.print(f"warning: the data are too short for one sample: {samples.ended}", style="yellow")
-    out.print("valid" if scan else _looked_at(out, factory, look_seconds, look_bytes), style="green")
+        out.print(
+            f"warning: the data are too short for one sample: {samples.ended}", style="yellow"
+        )
+    out.print(
+        "valid" if scan else _looked_at(out, factory, look_seconds, look_bytes), style="green"
+    )
     if print_file:
         print_document(text)
 
@@ -112,17 +131,27 @@ def _scan(out: Console, run_config: RunConfig, base_dir: Path, roots: DataRoots)
     from tokenloom_server.tools.scan import scan
 
     if run_config.batching is not None:
-        raise ConfigError("--scan reads documents, but with batching rows are tensors; leave it out")
+        raise ConfigError(
+            "--scan reads documents, but with batching rows are tensors; leave it out"
+        )
     once = reading_once(run_config, on_bad_row="skip", max_bad_rows=None)
     order = builder.create(once, base_dir, None, roots, encoders=os.cpu_count() or 1)
-    with Progress(sum(shard.size for shards in order.record.shards for shard in shards), "rows") as progress:
+    with Progress(
+        sum(shard.size for shards in order.record.shards for shard in shards), "rows"
+    ) as progress:
         files = scan(order, progress.advance)
     for file in files:
-        more = [f"{file.bad - len(file.reasons):,} more of that file"] if file.bad > len(file.reasons) else []
+        more = (
+            [f"{file.bad - len(file.reasons):,} more of that file"]
+            if file.bad > len(file.reasons)
+            else []
+        )
         for reason in (*file.reasons, *more):
             out.print(f"bad row: {reason}", soft_wrap=True)
     bad, filtered = sum(file.bad for file in files), sum(file.filtered for file in files)
-    out.print(f"{sum(file.rows for file in files):,} rows: {bad:,} bad, {filtered:,} filtered or blank")
+    out.print(
+        f"{sum(file.rows for file in files):,} rows: {bad:,} bad, {filtered:,} filtered or blank"
+    )
     if bad:
         raise typer.Exit(1)
 
@@ -139,8 +168,15 @@ def _compare_all(out: Console, manifest: Manifest, base_dir: Path, *, record: bo
 
     path, digests = base_dir / DIGESTS, {}
     if not record and not path.is_file():
-        raise ConfigError(f"{path}: is missing; validate --full --record writes it from the files as they are")
-    files = {shard.path: shard.size for each in manifest.sources for shard in each.shards if not is_remote(shard.path)}
+        raise ConfigError(
+            f"{path}: is missing; validate --full --record writes it from the files as they are"
+        )
+    files = {
+        shard.path: shard.size
+        for each in manifest.sources
+        for shard in each.shards
+        if not is_remote(shard.path)
+    }
     with Progress(sum(files.values()), "files") as progress:
         for file, size in files.items():
             digests[file] = checksum(base_dir / file)
@@ -150,10 +186,18 @@ def _compare_all(out: Console, manifest: Manifest, base_dir: Path, *, record: bo
             write_whole(path, json.dumps(digests, indent=1) + "\n")
         recorded = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: {error}; expected what validate --full --record writes there") from None
+        raise ConfigError(
+            f"{path}: {error}; expected what validate --full --record writes there"
+        ) from None
     # A pattern matches what there is. What another mixture of the folder reads is none of its files, and lies there.
-    gone = {file: "nothing" for file in recorded if file not in digests and not (base_dir / file).exists()}
-    differing = {file: digest for file, digest in (digests | gone).items() if recorded.get(file) != digest}
+    gone = {
+        file: "nothing"
+        for file in recorded
+        if file not in digests and not (base_dir / file).exists()
+    }
+    differing = {
+        file: digest for file, digest in (digests | gone).items() if recorded.get(file) != digest
+    }
     for file, digest in differing.items():
         text = f"changed: {file!r}: found {digest}, recorded {recorded.get(file, 'nothing')}"
         out.print(text, soft_wrap=True)
@@ -180,7 +224,9 @@ def _sources(factory: PipelineFactory) -> Table:
             f"{share:.2%}",
             f"{config.epochs[i]:g}",
         )
-        for i, (source, shards, share) in enumerate(zip(config.sources, record.shards, shares, strict=True))
+        for i, (source, shards, share) in enumerate(
+            zip(config.sources, record.shards, shares, strict=True)
+        )
     ]
     headings = ("id", "source", "shards", "MB", "target share", "epochs")
     return table(headings, rows, title=f"run {config.run}: {kind}, seed {config.seed}")
@@ -192,7 +238,11 @@ def _print_reading(out: Console, factory: PipelineFactory) -> None:
     for spec, commits in record.manifest.commits.items():
         out.print(f"{spec} is read at {', '.join(commits)}")
     if factory.config.batching is None:
-        engine = f"{record.engine.engine} {record.engine.version}" if record.engine else "none: every source holds ids"
+        engine = (
+            f"{record.engine.engine} {record.engine.version}"
+            if record.engine
+            else "none: every source holds ids"
+        )
         kind = f"ids travel as {record.dtype.name}"
         out.print(f"tokeniser engine: {engine}; vocabulary: {record.vocab_size:,}; {kind}")
         return

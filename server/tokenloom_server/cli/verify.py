@@ -21,8 +21,12 @@ def verify(
     b: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
     run_a: Annotated[str | None, typer.Option(help="The run of A, where A is a server.")] = None,
     run_b: Annotated[str | None, typer.Option(help="The run of B, where B is a server.")] = None,
-    inside_a: Annotated[str | None, typer.Option(help="Where in the checkpoint A the state lies.")] = None,
-    inside_b: Annotated[str | None, typer.Option(help="Where in the checkpoint B the state lies.")] = None,
+    inside_a: Annotated[
+        str | None, typer.Option(help="Where in the checkpoint A the state lies.")
+    ] = None,
+    inside_b: Annotated[
+        str | None, typer.Option(help="Where in the checkpoint B the state lies.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON.")] = False,
     *,
     access: ReadAccess,
@@ -38,7 +42,10 @@ def verify(
     from tokenloom_server.tools.verify.text import PROVES, document, explain
 
     with console(stderr=True).status("comparing"):
-        both = open_source(a, run_a, access.connect, inside_a), open_source(b, run_b, access.connect, inside_b)
+        both = (
+            open_source(a, run_a, access.connect, inside_a),
+            open_source(b, run_b, access.connect, inside_b),
+        )
         verdict = compare(*both)
         lines = explain(verdict, *both)
     if as_json:

@@ -51,7 +51,9 @@ def _ascending(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
                 f"the point at {tokens} tokens stands after the one at {previous}; expected them ascending"
             )
     if not any(weight for _, weight in points):
-        raise ValueError("every point has the weight 0, and the child would never get anything; leave the child out")
+        raise ValueError(
+            "every point has the weight 0, and the child would never get anything; leave the child out"
+        )
     return points
 
 
@@ -82,9 +84,14 @@ _Point = Annotated[
 ]
 Points = Annotated[list[_Point], Field(min_length=1), AfterValidator(_ascending)]
 """Of a ``schedule``: ``[total tokens of the run, weight]``, ascending."""
-Weight = Annotated[Annotated[Positive, Tag("number")] | Annotated[Points, Tag("points")], Discriminator(_weight_kind)]
+Weight = Annotated[
+    Annotated[Positive, Tag("number")] | Annotated[Points, Tag("points")],
+    Discriminator(_weight_kind),
+]
 Share = Annotated[float, Field(gt=0, lt=1, strict=False), BeforeValidator(not_bool)]
-Epochs = Annotated[float, Field(gt=0, allow_inf_nan=True, strict=False), BeforeValidator(epochs_number)]
+Epochs = Annotated[
+    float, Field(gt=0, allow_inf_nan=True, strict=False), BeforeValidator(epochs_number)
+]
 MaxTokens = Annotated[int, Field(gt=0, le=2**53 - 1), BeforeValidator(whole_number)]
 PlainText = Annotated[str, AfterValidator(refuse_control_characters)]
 """On one line, without characters that a terminal obeys."""

@@ -15,7 +15,15 @@ ALL_COLUMNS = "*"
 
 #: The fields of a run that mean something with ``batching``; the others keep their defaults.
 RUN_FIELDS = {
-    *("run", "seed", "batching", "global_batch_size", "sequence_length", "window_micro_steps", "new_source_baseline"),
+    *(
+        "run",
+        "seed",
+        "batching",
+        "global_batch_size",
+        "sequence_length",
+        "window_micro_steps",
+        "new_source_baseline",
+    ),
     *("mixture", "phases"),
 }
 #: The same of its sources.
@@ -39,7 +47,9 @@ class BatchingConfig(Section):
     """The columns that travel, in this order; all that can if not given."""
     pad: list[Name] = Field(default_factory=list)
     """With ``edges``: columns that are as long as the one that ``length`` names, and padded as it is."""
-    dtypes: dict[str, Literal["bfloat16", "float8_e4m3fn", "float8_e5m2"]] = Field(default_factory=dict)
+    dtypes: dict[str, Literal["bfloat16", "float8_e4m3fn", "float8_e5m2"]] = Field(
+        default_factory=dict
+    )
     """By column, what its bits are where Arrow has no such type: bfloat16 is stored as uint16, float8 as uint8."""
 
     @property
@@ -62,7 +72,9 @@ class BatchingConfig(Section):
     def _check_edges(self) -> Self:
         if self.edges is None:
             if self.pad:
-                raise ValueError("pad: rows are only padded up to edges; give edges, or leave it out")
+                raise ValueError(
+                    "pad: rows are only padded up to edges; give edges, or leave it out"
+                )
             return self
         if self.length_of is None:
             raise ValueError(
@@ -74,7 +86,9 @@ class BatchingConfig(Section):
                 raise ValueError(f"edges: {edge} stands after {previous}; expected them ascending")
         if self.columns is not None and not set(self.columns) >= self.padded:
             missing = ", ".join(sorted(self.padded - set(self.columns)))
-            raise ValueError(f"columns: {missing} is padded, but not among those that travel; add it")
+            raise ValueError(
+                f"columns: {missing} is padded, but not among those that travel; add it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -83,14 +97,18 @@ class BatchingConfig(Section):
             listed = getattr(self, name) or []
             repeated = sorted({column for column in listed if listed.count(column) > 1})
             if repeated:
-                raise ValueError(f"{name}: {', '.join(repeated)} stands there twice; name each column once")
+                raise ValueError(
+                    f"{name}: {', '.join(repeated)} stands there twice; name each column once"
+                )
         return self
 
 
 def refuse_other_fields(section: Section, allowed: set[str], path: str) -> None:
     """Raises ``ValueError`` where a field that means nothing with ``batching`` does not have its default."""
     for name, field in type(section).model_fields.items():
-        if name not in allowed and getattr(section, name) != field.get_default(call_default_factory=True):
+        if name not in allowed and getattr(section, name) != field.get_default(
+            call_default_factory=True
+        ):
             raise ValueError(
                 f"{path}{name}: does not apply with batching, where rows are ready tensors and each micro-step is one "
                 "batch of them; leave it out"

@@ -54,5 +54,7 @@ class Catalog:
 def catalog_of(context: Any) -> Catalog:
     """The catalog in a validation's context."""
     if not isinstance(context, Catalog):
-        raise TypeError("a mixture is read against a catalog: model_validate(document, context=catalog)")
+        raise TypeError(
+            "a mixture is read against a catalog: model_validate(document, context=catalog)"
+        )
     return context

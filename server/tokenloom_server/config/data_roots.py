@@ -37,7 +37,10 @@ class DataRoots:
             if not folder.is_dir():
                 raise ConfigError(f"--data-root {folder}: there is no such folder")
             folders.append(folder)
-        resolved, written = (folder.resolve() for folder in folders), (_absolute(folder) for folder in folders)
+        resolved, written = (
+            (folder.resolve() for folder in folders),
+            (_absolute(folder) for folder in folders),
+        )
         return cls(tuple(resolved), tuple(written), tuple(urls))
 
     def check_pattern(self, what: str, base_dir: Path, pattern: str) -> None:

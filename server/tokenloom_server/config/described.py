@@ -21,7 +21,9 @@ class Described(BaseModel):
     model_config = ConfigDict(defer_build=True)
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core_schema: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         for base in cls.__mro__[: cls.__mro__.index(Described)]:
@@ -39,7 +41,11 @@ class Document(Described):
     @classmethod
     def of(cls, known: object, **others: Any) -> Self:
         """A document of ``others``, and of what ``known`` has under the names of the remaining required fields."""
-        needed = [name for name, field in cls.model_fields.items() if field.is_required() and name not in others]
+        needed = [
+            name
+            for name, field in cls.model_fields.items()
+            if field.is_required() and name not in others
+        ]
         return cls(**others, **{name: getattr(known, name) for name in needed})
 
 

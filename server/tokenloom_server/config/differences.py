@@ -29,7 +29,10 @@ def differences(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, str
     before = _POSITIONS | recorded.get("config", {})
     file = _POSITIONS | json.loads(canonical(order_fields(config.counting(before["count"]))))
     both = changes(before, file, default_of=_default_of) if recorded else ()
-    return {path: f"the run began with {shown(old)}, the file has {shown(new)}" for path, old, new in both}
+    return {
+        path: f"the run began with {shown(old)}, the file has {shown(new)}"
+        for path, old, new in both
+    }
 
 
 def changed_beside(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[str, ...]:
@@ -37,10 +40,15 @@ def changed_beside(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[str,
     new = fields_beside(config)
     old = recorded.get("beside", new)
     paths = [path for path in sorted(old | new) if old.get(path) != new.get(path)]
-    return tuple(f"{path}: was {shown(old.get(path))}, the file has {shown(new.get(path))} now" for path in paths)
+    return tuple(
+        f"{path}: was {shown(old.get(path))}, the file has {shown(new.get(path))} now"
+        for path in paths
+    )
 
 
-def refuse(config: RunConfig, different: Mapping[str, str], refusal: type[Exception] = ConfigError) -> None:
+def refuse(
+    config: RunConfig, different: Mapping[str, str], refusal: type[Exception] = ConfigError
+) -> None:
     """Raises ``refusal`` where there are differences."""
     if not different:
         return
@@ -81,14 +89,17 @@ def began_with(config: RunConfig, record: str) -> RunConfig:
             if "source" in child:
                 children.append(child | outside_by_spec.get(child["source"], {}))
             else:
-                children.append(named(child, same_place if isinstance(same_place, NodeConfig) else None))
+                children.append(
+                    named(child, same_place if isinstance(same_place, NodeConfig) else None)
+                )
         return node | {"children": children, "alias": file.alias if file is not None else None}
 
     # What a record leaves out has its default, not the file's value.
     outside = config.model_dump(include=set(OUTSIDE_THE_ORDER))
     count = _POSITIONS if config.batching is None else {}
     return RunConfig.model_validate(
-        {**count, **fields, **outside, "mixture": named(fields["mixture"], config.mixture)}, context=config.catalog
+        {**count, **fields, **outside, "mixture": named(fields["mixture"], config.mixture)},
+        context=config.catalog,
     )
 
 
@@ -112,12 +123,18 @@ def changes(
 def _default_of(path: str) -> Any:
     """The default of a field of the run that the record or the file leaves out."""
     field = RunConfig.model_fields.get(path)
-    return None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+    return (
+        None
+        if field is None or field.is_required()
+        else field.get_default(call_default_factory=True)
+    )
 
 
 def shown(value: Any) -> str:
     """A field's value for people; of a list of children or files their names, since one of two such lists has more."""
-    children = value if isinstance(value, list) and all(isinstance(child, dict) for child in value) else []
+    children = (
+        value if isinstance(value, list) and all(isinstance(child, dict) for child in value) else []
+    )
     names = [child.get("path") or child.get("source") or child.get("policy") for child in children]
     if names and all(names):
         text = f"{len(names)}: {', '.join(names)}"

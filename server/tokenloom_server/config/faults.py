@@ -42,7 +42,9 @@ def _is_tag(part: str | int, before: str | int) -> bool:
 
 def _path(location: _Path) -> _Path:
     # The tags of the union are pydantic's own; the user's file has no such level.
-    return tuple(part for i, part in enumerate(location) if not (i and _is_tag(part, location[i - 1])))
+    return tuple(
+        part for i, part in enumerate(location) if not (i and _is_tag(part, location[i - 1]))
+    )
 
 
 def _position(node: Any, path: Sequence[str | int]) -> str:
@@ -51,7 +53,9 @@ def _position(node: Any, path: Sequence[str | int]) -> str:
     mark = None
     for part in path:
         if isinstance(node, yaml.MappingNode):
-            key, node = next(((key, value) for key, value in node.value if key.value == part), (None, None))
+            key, node = next(
+                ((key, value) for key, value in node.value if key.value == part), (None, None)
+            )
             mark = key.start_mark if key is not None else mark
         elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
             node = node.value[part]
@@ -62,9 +66,16 @@ def _position(node: Any, path: Sequence[str | int]) -> str:
 def _explain(fault: dict[str, Any]) -> str:
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
-        known = {key for section in Section.__subclasses__() for key in section.model_fields} - {"id", "presence"}
+        known = {key for section in Section.__subclasses__() for key in section.model_fields} - {
+            "id",
+            "presence",
+        }
         close = get_close_matches(str(fault["loc"][-1]), sorted(known), 1)
-        hint = f"did you mean {close[0]!r}?" if close else "check its spelling against docs/mixture-file.md"
+        hint = (
+            f"did you mean {close[0]!r}?"
+            if close
+            else "check its spelling against docs/mixture-file.md"
+        )
         value = repr(fault["input"])
         return f"unknown key; {hint} (found {value if len(value) <= MAX_FOUND else f'{value[:MAX_FOUND]}…'})"
     if fault["type"] == "missing":

@@ -46,4 +46,8 @@ def mixture_schema(catalog: Catalog) -> dict[str, Any]:
     in_streams = {"properties": {"streams": {"required": [stream.TRAIN]}}, "required": ["streams"]}
     schema["anyOf"] = [{"required": ["mixture"]}, in_streams]
     schema["$defs"]["NodeConfig"]["properties"]["policy"]["enum"] = list(catalog.policies)
-    return {"$schema": GenerateJsonSchema.schema_dialect, **schema, "title": "Mixture file of Tokenloom"}
+    return {
+        "$schema": GenerateJsonSchema.schema_dialect,
+        **schema,
+        "title": "Mixture file of Tokenloom",
+    }

@@ -14,7 +14,9 @@ _Counter = Annotated[int, Field(ge=0, le=MAX_COUNTER, examples=[4096])]
 
 
 class _ChangePart(Described):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=False)  # see REST's ``Model``
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, defer_build=False
+    )  # see REST's ``Model``
 
 
 class Setting(_ChangePart):

@@ -32,18 +32,26 @@ def load(path: Path, catalog: Catalog) -> RunConfig:
     try:
         text = read_file(path, MAX_BYTES).decode()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({reason(error)}); expected a mixture file") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({reason(error)}); expected a mixture file"
+        ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise ConfigError(
+            f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from None
     try:
         check_yaml(text)
         document = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML: {error}".replace(' in "<unicode string>",', " at")) from None
+        raise ConfigError(
+            f"{path}: is not YAML: {error}".replace(' in "<unicode string>",', " at")
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: expected a mapping with run, mixture, …, found {type(document).__name__}")
+        raise ConfigError(
+            f"{path}: expected a mapping with run, mixture, …, found {type(document).__name__}"
+        )
     return parse(document, where=str(path), catalog=catalog, text=text)
 
 
@@ -56,10 +64,20 @@ def parse(document: dict[str, Any], *, where: str, catalog: Catalog, text: str =
         raise ConfigError(explain(error, where, text=text)) from None
     keys = list(given_by_the_server(document, ""))
     if keys:
-        raise ConfigError("\n".join(f"{where}: {key}: unknown key; ids and presence are this server's" for key in keys))
-    shortest = min([config.pick_tokens, *(phase.sequence_length or math.inf for phase in config.phases)])
+        raise ConfigError(
+            "\n".join(
+                f"{where}: {key}: unknown key; ids and presence are this server's" for key in keys
+            )
+        )
+    shortest = min(
+        [config.pick_tokens, *(phase.sequence_length or math.inf for phase in config.phases)]
+    )
     mixtures = (*config.mixtures(), *config.stream_mixtures())
-    small = [line for mixture, path in mixtures for line in too_small_limits(mixture, path, int(shortest))]
+    small = [
+        line
+        for mixture, path in mixtures
+        for line in too_small_limits(mixture, path, int(shortest))
+    ]
     if small:
         raise ConfigError("\n".join(f"{where}: {line}" for line in small))
     return config

@@ -7,9 +7,25 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from tokenloom_server.config.base import Epochs, MaxTokens, Name, OnExhausted, Presence, Section, Weight
+from tokenloom_server.config.base import (
+    Epochs,
+    MaxTokens,
+    Name,
+    OnExhausted,
+    Presence,
+    Section,
+    Weight,
+)
 from tokenloom_server.config.catalog import PolicyRules, catalog_of
 from tokenloom_server.config.source import SourceConfig
 
@@ -67,14 +83,23 @@ class NodeConfig(Section):
         options = {"unit": self.unit, "interpolate": self.interpolate}
         self.rules.check([child.weight for child in self.children], options)
         for option, value in options.items():
-            if value != type(self).model_fields[option].default and option not in self.rules.options:
-                owner = next(policy.name for policy in policies.values() if option in policy.options)
-                raise ValueError(f"{option}: is for the policy {owner!r}, but this is {self.policy!r}; leave it out")
+            if (
+                value != type(self).model_fields[option].default
+                and option not in self.rules.options
+            ):
+                owner = next(
+                    policy.name for policy in policies.values() if option in policy.options
+                )
+                raise ValueError(
+                    f"{option}: is for the policy {owner!r}, but this is {self.policy!r}; leave it out"
+                )
         return self
 
 
 def _child_kind(value: object) -> str:
-    if isinstance(value, NodeConfig) or (isinstance(value, dict) and ("children" in value or "policy" in value)):
+    if isinstance(value, NodeConfig) or (
+        isinstance(value, dict) and ("children" in value or "policy" in value)
+    ):
         return "node"
     return "source"
 
@@ -102,7 +127,9 @@ def check_distinct(mixture: NodeConfig, at: str) -> None:
         named[source.name] = path
 
 
-def check_ends(child: Child, path: str, endless: bool = False, estimated: str | None = None) -> None:
+def check_ends(
+    child: Child, path: str, endless: bool = False, estimated: str | None = None
+) -> None:
     """That what a policy estimates has an end. ``estimated``: the policy above that does so, unless a limit lies
     between."""
     if child.max_tokens is not None:
@@ -110,7 +137,12 @@ def check_ends(child: Child, path: str, endless: bool = False, estimated: str | 
     endless = endless or math.isinf(child.epochs)
     if isinstance(child, NodeConfig):
         for i, below in enumerate(child.children):
-            check_ends(below, f"{path}.children.{i}", endless, child.policy if child.rules.estimates else estimated)
+            check_ends(
+                below,
+                f"{path}.children.{i}",
+                endless,
+                child.policy if child.rules.estimates else estimated,
+            )
     elif endless and estimated is not None and child.presence != "dropped":
         raise ValueError(
             f"{path}.epochs: found .inf, but the policy {estimated!r} above goes by what its sources have left; give "
@@ -140,7 +172,11 @@ def descend(
 
 def walk(child: Child, path: str) -> Iterator[tuple[str, SourceConfig]]:
     """The sources at or below a child, depth first, with their places in the file."""
-    return ((place, below) for place, below, _ in descend(child, path) if isinstance(below, SourceConfig))
+    return (
+        (place, below)
+        for place, below, _ in descend(child, path)
+        if isinstance(below, SourceConfig)
+    )
 
 
 def numbered(mixture: NodeConfig) -> NodeConfig:
@@ -150,7 +186,9 @@ def numbered(mixture: NodeConfig) -> NodeConfig:
     def visit(node: NodeConfig) -> NodeConfig:
         number = next(nodes)
         children = [
-            visit(child) if isinstance(child, NodeConfig) else child.model_copy(update={"id": next(sources)})
+            visit(child)
+            if isinstance(child, NodeConfig)
+            else child.model_copy(update={"id": next(sources)})
             for child in node.children
         ]
         return node.model_copy(update={"id": number, "children": children})

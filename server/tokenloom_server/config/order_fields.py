@@ -26,7 +26,18 @@ SOURCE_OUTSIDE_THE_ORDER = ("alias", "on_bad_row", "max_bad_rows", "on_blank_lin
 #: What a revision cannot change of a source: which documents its rows give, and in which order they are read.
 DRAWN = ("shuffle", "shuffle_window_rows", "lanes")
 UNREVISABLE = (
-    *("add_bos", "add_eot", "filter", "template", "chat_tools", "transform", "fim", "loss_mask", "holdout", "seen"),
+    *(
+        "add_bos",
+        "add_eot",
+        "filter",
+        "template",
+        "chat_tools",
+        "transform",
+        "fim",
+        "loss_mask",
+        "holdout",
+        "seen",
+    ),
     *DRAWN,
 )
 
@@ -35,7 +46,11 @@ def fields_beside(run: RunConfig) -> dict[str, Any]:
     """What decides no order, of the run, and of each node and source what is no default; by the names that people
     read."""
     fields = {name: getattr(run, name) for name in BESIDE_THE_ORDER}
-    nodes = ((place, child) for place, child, _ in descend(run.mixture, "mixture") if isinstance(child, NodeConfig))
+    nodes = (
+        (place, child)
+        for place, child, _ in descend(run.mixture, "mixture")
+        if isinstance(child, NodeConfig)
+    )
     fields |= {f"{place}: alias": node.alias for place, node in nodes if node.alias is not None}
     for _, source in run.named_sources():
         own = source.model_dump(exclude_defaults=True, include={*SOURCE_OUTSIDE_THE_ORDER})
@@ -80,12 +95,18 @@ def _child_order_fields(child: NodeConfig | SourceConfig, run: RunConfig) -> dic
         return fields | mixture_order_fields(child, run)
     fields |= {"source": child.source, "epochs": _number(child.epochs)}
     own = child.model_dump(
-        mode="json", exclude_defaults=True, exclude={*fields, "id", "presence", *SOURCE_OUTSIDE_THE_ORDER}
+        mode="json",
+        exclude_defaults=True,
+        exclude={*fields, "id", "presence", *SOURCE_OUTSIDE_THE_ORDER},
     )
     # An override equal to the run's own value changes nothing.
     plain = child.model_copy(update={"add_bos": None, "add_eot": None})
     inherited = {"add_bos": run.adds_bos(plain), "add_eot": run.adds_eot(plain)}
-    return fields | {key: value for key, value in own.items() if value != inherited.get(key, getattr(run, key, None))}
+    return fields | {
+        key: value
+        for key, value in own.items()
+        if value != inherited.get(key, getattr(run, key, None))
+    }
 
 
 def mixture_order_fields(node: NodeConfig, run: RunConfig) -> dict[str, Any]:

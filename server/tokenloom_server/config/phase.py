@@ -28,7 +28,9 @@ def check_ascending(phases: Sequence[PhaseConfig]) -> None:
     begin = 0
     for i, phase in enumerate(phases):
         if phase.until_tokens is None and i < len(phases) - 1:
-            raise ValueError(f"phases.{i}.until_tokens: is missing; only the last phase may go on to the end")
+            raise ValueError(
+                f"phases.{i}.until_tokens: is missing; only the last phase may go on to the end"
+            )
         if phase.until_tokens is not None and phase.until_tokens <= begin:
             raise ValueError(
                 f"phases.{i}.until_tokens: {phase.until_tokens} is not above the {begin} at which it begins"

@@ -35,9 +35,15 @@ class Comparison:
     def parse(cls, text: str) -> Comparison:
         """Reads ``COLUMN OPERATOR VALUE``; the value is JSON. Raises ``ValueError``."""
         match = _OPERATOR.search(text)
-        column, written = ("", "") if match is None else (text[: match.start()].strip(), text[match.end() :].strip())
+        column, written = (
+            ("", "")
+            if match is None
+            else (text[: match.start()].strip(), text[match.end() :].strip())
+        )
         if match is None or not column:
-            raise ValueError(f"{text!r} is no comparison; expected COLUMN OPERATOR VALUE, {_EXAMPLES}")
+            raise ValueError(
+                f"{text!r} is no comparison; expected COLUMN OPERATOR VALUE, {_EXAMPLES}"
+            )
         operator = cast("Operator", " ".join(match[0].split()))
         try:
             value = json.loads(written, parse_constant=_refuse_constant)
@@ -47,11 +53,19 @@ class Comparison:
                 f"or a list of those, {_EXAMPLES}"
             ) from None
         if isinstance(value, list) is not operator.endswith("in"):
-            expected = "a list" if operator.endswith("in") else "one value (a list is for 'in' and 'not in')"
+            expected = (
+                "a list"
+                if operator.endswith("in")
+                else "one value (a list is for 'in' and 'not in')"
+            )
             raise ValueError(f"{text!r}: found {written} after {operator!r}, expected {expected}")
-        values = tuple(_constant(text, each) for each in (value if isinstance(value, list) else [value]))
+        values = tuple(
+            _constant(text, each) for each in (value if isinstance(value, list) else [value])
+        )
         if not values or len({_kind(each) for each in values}) > 1:
-            raise ValueError(f"{text!r}: expected a list of numbers, or of texts, with something in it")
+            raise ValueError(
+                f"{text!r}: expected a list of numbers, or of texts, with something in it"
+            )
         if isinstance(values[0], bool) and operator[0] in "<>":
             raise ValueError(f"{text!r}: true and false have no order; expected == or !=")
         return cls(column, operator, values)
@@ -99,7 +113,9 @@ class Template:
     @classmethod
     def of_chat(cls, messages: str, tools: str | None) -> Template:
         """A conversation: the column of its messages, and after a line's end that of its tools, if it has any."""
-        return cls(("", ""), (messages,)) if tools is None else cls(("", "\n", ""), (messages, tools))
+        return (
+            cls(("", ""), (messages,)) if tools is None else cls(("", "\n", ""), (messages, tools))
+        )
 
     @classmethod
     def parse(cls, text: str) -> Template:
@@ -112,7 +128,11 @@ class Template:
                 columns.append(part[1:-1])
                 texts.append("")
             elif brace := re.search("[{}]", part):
-                fault = "begins no {column}; write {{" if brace[0] == "{" else "ends no {column}; write }}"
+                fault = (
+                    "begins no {column}; write {{"
+                    if brace[0] == "{"
+                    else "ends no {column}; write }}"
+                )
                 raise ValueError(
                     f"the brace at character {position + brace.start()} of {text!r} {fault} for a brace itself"
                 )
@@ -120,7 +140,9 @@ class Template:
                 texts[-1] += part
             position += len(part)
         if not columns:
-            raise ValueError(f"{text!r} names no column; expected a text such as '{{title}}\\n\\n{{text}}'")
+            raise ValueError(
+                f"{text!r} names no column; expected a text such as '{{title}}\\n\\n{{text}}'"
+            )
         return cls(tuple(texts), tuple(columns))
 
 

@@ -55,7 +55,11 @@ class RunConfig(RunFields):
 
     def counting(self, count: Literal["real", "positions"]) -> Self:
         """The same run, which counts so where it makes no difference: of joined documents."""
-        return self.model_copy(update={"count": count}) if self.packing == "concat" and not self.batching else self
+        return (
+            self.model_copy(update={"count": count})
+            if self.packing == "concat" and not self.batching
+            else self
+        )
 
     @property
     def balances_real(self) -> bool:
@@ -69,7 +73,9 @@ class RunConfig(RunFields):
     def consumed(self, state: State) -> tuple[int, ...]:
         """What balances count of each source, by id, without what was passed over."""
         return tuple(
-            source.tokens - source.skipped_tokens - self.balances_real * source.consumed_padding_tokens
+            source.tokens
+            - source.skipped_tokens
+            - self.balances_real * source.consumed_padding_tokens
             for source in state.sources
         )
 
@@ -86,7 +92,11 @@ class RunConfig(RunFields):
             if isinstance(child, SourceConfig):
                 factors = [*(node.epochs for node in above), child.epochs]
                 # As the decimals that they are written as: 3 × 0.1 is not 0.30000000000000004.
-                product = math.inf if math.inf in factors else math.prod(Fraction(repr(factor)) for factor in factors)
+                product = (
+                    math.inf
+                    if math.inf in factors
+                    else math.prod(Fraction(repr(factor)) for factor in factors)
+                )
                 by_source[child.id] = float(product)
         return tuple(by_source[source] for source in range(len(by_source)))
 
@@ -98,17 +108,27 @@ class RunConfig(RunFields):
             for _, child, above in descend(self.mixture, "")
             if isinstance(child, SourceConfig) and any(node.rules.estimates for node in above)
         ]
-        ends = [of.id for of in estimated if of.presence != "dropped" and not math.isinf(self.epochs[of.id])]
+        ends = [
+            of.id
+            for of in estimated
+            if of.presence != "dropped" and not math.isinf(self.epochs[of.id])
+        ]
         return tuple(sorted(ends))
 
     def ends_with_last_phase(self, left_tokens: int = 0) -> bool:
         """Whether the mixture's ``max_tokens`` stand for the end of the last phase, to the next whole sample, and not
         for what a file says; ``left_tokens``: those that a fork left before it began."""
         ends, most = self.phases[-1].until_tokens if self.phases else None, self.mixture.max_tokens
-        return ends is not None and most is not None and 0 <= most - max(1, ends - left_tokens) < self.pick_tokens
+        return (
+            ends is not None
+            and most is not None
+            and 0 <= most - max(1, ends - left_tokens) < self.pick_tokens
+        )
 
     @cached_property
     def nodes(self) -> tuple[NodeConfig, ...]:
         """Every inner node, by id."""
-        nodes = [child for _, child, _ in descend(self.mixture, "") if isinstance(child, NodeConfig)]
+        nodes = [
+            child for _, child, _ in descend(self.mixture, "") if isinstance(child, NodeConfig)
+        ]
         return tuple(sorted(nodes, key=lambda node: node.id))

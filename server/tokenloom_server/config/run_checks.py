@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from tokenloom_server.config.batching import ALL_COLUMNS, RUN_FIELDS, SOURCE_FIELDS, refuse_other_fields
+from tokenloom_server.config.batching import (
+    ALL_COLUMNS,
+    RUN_FIELDS,
+    SOURCE_FIELDS,
+    refuse_other_fields,
+)
 from tokenloom_server.config.node import NodeConfig, check_distinct, check_ends
 from tokenloom_server.config.phase import check_ascending
 from tokenloom_server.config.run_fields import RunFields
@@ -42,7 +47,9 @@ def _check_with_batching(run: RunFields) -> None:
     refuse_other_fields(run, RUN_FIELDS, "")
     for i, phase in enumerate(run.phases):
         if phase.sequence_length is not None:
-            raise ValueError(f"phases.{i}.sequence_length: does not apply with batching; leave it out")
+            raise ValueError(
+                f"phases.{i}.sequence_length: does not apply with batching; leave it out"
+            )
     for path, source in run.phase_sources():
         _check_batched_source(source, path)
 
@@ -97,21 +104,33 @@ def _check_ids(run: RunFields) -> None:
             raise ValueError(f"{field}: {value} is not below vocab_size {run.vocab_size}")
     for path, source in sources:
         if source.max_bad_rows is not None and not run.skips_bad_rows(source):
-            raise ValueError(f"{path}.max_bad_rows: is for on_bad_row: skip, which neither source nor run says")
+            raise ValueError(
+                f"{path}.max_bad_rows: is for on_bad_row: skip, which neither source nor run says"
+            )
 
 
 def _check_packing(run: RunFields) -> None:
     pads = run.packing != "concat" or run.tail == "pad"
     for options, packing, applies in (
         (("tail",), "packing: concat", run.packing == "concat"),
-        (("pack_window_rows", "pack_window_tokens"), "packing: best_fit", run.packing == "best_fit"),
+        (
+            ("pack_window_rows", "pack_window_tokens"),
+            "packing: best_fit",
+            run.packing == "best_fit",
+        ),
         (("long_rows",), "packing: none", run.packing == "none"),
-        (("padding", "pad_id"), "samples that are padded (packing: best_fit or none, or tail: pad)", pads),
+        (
+            ("padding", "pad_id"),
+            "samples that are padded (packing: best_fit or none, or tail: pad)",
+            pads,
+        ),
     ):
         for option in options:
             value = getattr(run, option)
             if not applies and value != type(run).model_fields[option].default:
-                raise ValueError(f"{option}: found {value!r}, but it is for {packing}; leave it out")
+                raise ValueError(
+                    f"{option}: found {value!r}, but it is for {packing}; leave it out"
+                )
     lengths = [run.sequence_length, *(phase.sequence_length or 0 for phase in run.phases)]
     if run.packing == "best_fit" and run.pack_window_tokens < max(lengths):
         raise ValueError(
@@ -131,7 +150,9 @@ def _check_loss_masks(run: RunFields) -> None:
             )
         for field in ("fim", "template"):
             if field != masks and getattr(source, field) is not None:
-                raise ValueError(f"{path}.{masks}: says nothing of the tokens that {field} makes; leave one out")
+                raise ValueError(
+                    f"{path}.{masks}: says nothing of the tokens that {field} makes; leave one out"
+                )
 
 
 def _holdouts(run: RunFields) -> dict[str, float | None]:
@@ -162,7 +183,9 @@ def _check_streams(run: RunFields, holdouts: dict[str, float | None]) -> None:
         _check_mixture(mixture, path)
     for path, source in run.stream_sources():
         if source.holdout is not None:
-            raise ValueError(f"{path}.holdout: is for the sources that are trained on; leave it out")
+            raise ValueError(
+                f"{path}.holdout: is for the sources that are trained on; leave it out"
+            )
         if source.loss_mask is not None and not run.masks_loss:
             raise ValueError(
                 f"{path}.loss_mask: no source that is trained on has one, so samples have no room for it; leave it out"

@@ -28,7 +28,9 @@ def _sequence_length(value: object, info: ValidationInfo) -> object:
         return value
     # A dumped model has the 1.
     if value != _NOT_GIVEN and not (type(value) is int and value == 1):
-        raise ValueError(f"does not apply with batching, where a sample is a row; found {value!r}: leave it out")
+        raise ValueError(
+            f"does not apply with batching, where a sample is a row; found {value!r}: leave it out"
+        )
     return 1
 
 
@@ -56,8 +58,8 @@ class RunFields(Section):
     """Begins each document where ``add_bos`` is on; found in the tokeniser unless given here."""
     special_tokens_in_text: Literal["text", "parse"] = "text"
     """What strings such as ``<|endoftext|>`` inside documents are: plain text, or the special token."""
-    sequence_length: Annotated[int, Field(ge=1, le=2**24), BeforeValidator(_sequence_length)] = Field(
-        default=_NOT_GIVEN, validate_default=True
+    sequence_length: Annotated[int, Field(ge=1, le=2**24), BeforeValidator(_sequence_length)] = (
+        Field(default=_NOT_GIVEN, validate_default=True)
     )
     """Tokens per sample, at least 2. Not given with ``batching``, where a sample is a row and counts as one token."""
     packing: Literal["concat", "best_fit", "none"] = "concat"
@@ -116,7 +118,9 @@ class RunFields(Section):
         """Every mixture in the file, with its place."""
         yield self.mixture, "mixture"
         yield from (
-            (phase.mixture, f"phases.{i}.mixture") for i, phase in enumerate(self.phases) if phase.mixture is not None
+            (phase.mixture, f"phases.{i}.mixture")
+            for i, phase in enumerate(self.phases)
+            if phase.mixture is not None
         )
 
     def phase_sources(self) -> Iterator[tuple[str, SourceConfig]]:
@@ -171,7 +175,9 @@ class RunFields(Section):
             return source.add_eot
         if source.has_its_ids:
             return False
-        return "auto" if self.add_eot is True and source.spec.scheme.ends_documents else self.add_eot
+        return (
+            "auto" if self.add_eot is True and source.spec.scheme.ends_documents else self.add_eot
+        )
 
     def skips_bad_rows(self, source: SourceConfig) -> bool:
         """What the source says of bad rows, or the run."""

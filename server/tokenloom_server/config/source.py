@@ -42,7 +42,9 @@ def comparisons(value: object) -> object:
     """Reads one comparison as a list of one."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"expected a comparison such as 'score >= 0.5', or a list of them, but this is {value!r}")
+        raise ValueError(
+            f"expected a comparison such as 'score >= 0.5', or a list of them, but this is {value!r}"
+        )
     # As the rules write them, so that spaces and 0.50 for 0.5 make no other order.
     return [str(Comparison.parse(text)) for text in texts]
 
@@ -84,7 +86,9 @@ class SourceConfig(Section):
     shuffle: Literal["none", "shards", "rows"] = "none"
     """In which order rows are read, another one each epoch. ``none``: as they lie in the files. ``shards``: file by
     file, the files shuffled. ``rows``: the source's blocks shuffled, and the rows within windows of them."""
-    shuffle_window_rows: Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole_number)] = 2**16
+    shuffle_window_rows: Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole_number)] = (
+        2**16
+    )
     """Rows of a window of ``shuffle: rows``."""
     lanes: Annotated[int, Field(ge=1, le=64), BeforeValidator(whole_number)] = 1
     """Reads the source at so many places in turn, sample by sample: each lane has a part of every epoch's rows."""
@@ -127,7 +131,10 @@ class SourceConfig(Section):
                 raise ValueError(
                     f"{field}: a {spec.scheme.name} source has no columns; leave it out, or take another format"
                 )
-        if self.template not in (None, CHAT) and spec.column not in Template.parse(self.template or "").columns:
+        if (
+            self.template not in (None, CHAT)
+            and spec.column not in Template.parse(self.template or "").columns
+        ):
             raise ValueError(
                 f"template: {self.template!r} does not name the source's column {{{spec.column}}}; put it in, or name "
                 "another column in the source"
@@ -135,11 +142,17 @@ class SourceConfig(Section):
         if self.chat_tools is not None and not self.is_chat:
             raise ValueError("chat_tools: is for template: chat; leave it out")
         if self.transform is not None and self.is_chat:
-            raise ValueError("transform: is for texts, and template: chat is for conversations; leave one of them out")
+            raise ValueError(
+                "transform: is for texts, and template: chat is for conversations; leave one of them out"
+            )
         if self.on_blank_line == "fail" and not spec.scheme.has_blank_lines:
-            raise ValueError(f"on_blank_line: is for JSON lines; leave it out of a {spec.scheme.name} source")
+            raise ValueError(
+                f"on_blank_line: is for JSON lines; leave it out of a {spec.scheme.name} source"
+            )
         if self.max_bad_rows is not None and self.on_bad_row == "fail":
-            raise ValueError("max_bad_rows: is for on_bad_row: skip; with 'fail' the first bad row is an error")
+            raise ValueError(
+                "max_bad_rows: is for on_bad_row: skip; with 'fail' the first bad row is an error"
+            )
         default = type(self).model_fields["shuffle_window_rows"].default
         if self.shuffle != "rows" and self.shuffle_window_rows != default:
             raise ValueError(
@@ -160,10 +173,16 @@ class SourceConfig(Section):
     @property
     def rules(self) -> RowRules:
         """Which rows are read, and what of them; but for what the run says of bad rows."""
-        template = Template.parse(self.template) if self.template is not None and not self.is_chat else None
+        template = (
+            Template.parse(self.template)
+            if self.template is not None and not self.is_chat
+            else None
+        )
         return RowRules(
             filter=tuple(map(Comparison.parse, self.filter or ())),
-            template=Template.of_chat(self.spec.column, self.chat_tools) if self.is_chat else template,
+            template=Template.of_chat(self.spec.column, self.chat_tools)
+            if self.is_chat
+            else template,
             as_json=self.is_chat,
             skip_blank=self.on_blank_line == "skip",
         )

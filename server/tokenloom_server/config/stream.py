@@ -45,7 +45,9 @@ def with_training_on_top(document: dict[str, object]) -> dict[str, object]:
         return document
     train = streams[TRAIN]
     if "mixture" in document:
-        raise ValueError(f"streams.{TRAIN}: found a mixture at the top already; give training one of the two")
+        raise ValueError(
+            f"streams.{TRAIN}: found a mixture at the top already; give training one of the two"
+        )
     if not isinstance(train, dict) or set(train) != {"mixture"}:
         raise ValueError(f"streams.{TRAIN}: expected a mapping with mixture, found {train!r}")
     others = {name: stream for name, stream in streams.items() if name != TRAIN}

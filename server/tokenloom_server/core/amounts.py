@@ -18,12 +18,16 @@ def parse_amount(text: str, field: str) -> int:
     Raises ``ConfigError`` naming the field, what was found and what was expected.
     """
     match = _FORM.fullmatch(text.strip())
-    expected = "expected a number such as 500M, 10B, 1.5T or 2_000_000 (K, M, B, T: thousand to trillion)"
+    expected = (
+        "expected a number such as 500M, 10B, 1.5T or 2_000_000 (K, M, B, T: thousand to trillion)"
+    )
     if match is None:
         raise ConfigError(f"{field}: {text!r} is no number of tokens; {expected}")
     exact = Decimal(re.sub("[_,]", "", match[1])).scaleb(_UNITS[match[2].upper()])
     if exact != int(exact) or not 1 <= exact <= MAX_COUNTER:
-        raise ConfigError(f"{field}: {text!r} is {exact:f}, expected a whole number from 1 to 2^53 − 1; {expected}")
+        raise ConfigError(
+            f"{field}: {text!r} is {exact:f}, expected a whole number from 1 to 2^53 − 1; {expected}"
+        )
     return int(exact)
 
 

@@ -53,7 +53,9 @@ def draws(
     return [digest(text[begin : begin + size]) for begin in range(0, len(text), size)]
 
 
-def stream(key: int | npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def stream(
+    key: int | npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
     """A uniform integer in [0, 2^64) for each counter, from a key that was drawn (or one for each): for draws by the
     thousand.
 

@@ -75,7 +75,9 @@ class Histogram:
         """(how many took at most so long, by upper bound as Prometheus writes it; the sum of all, seconds)."""
         with self._lock:
             counts, total = [*self._counts], self._sum
-        return [*zip([*map(str, self._bounds), "+Inf"], map(float, accumulate(counts)), strict=True)], total
+        return [
+            *zip([*map(str, self._bounds), "+Inf"], map(float, accumulate(counts)), strict=True)
+        ], total
 
 
 class StorageMeasures:

@@ -263,7 +263,10 @@ def passed_over(before: State, after: State) -> State:
     next sample has the index that the first of them would have had."""
     index, skips = before.sample_index, {skip.sample_index: skip for skip in before.skips}
     _, samples, tokens = skips.get(index, Skip(index, 0, 0))
-    samples, tokens = samples + after.sample_index - index, tokens + after.total_tokens - before.total_tokens
+    samples, tokens = (
+        samples + after.sample_index - index,
+        tokens + after.total_tokens - before.total_tokens,
+    )
     skips[index] = Skip(index, samples, tokens)
     sources = [
         replace(

@@ -39,12 +39,16 @@ class TokenCurve:
 
     def scaled(self, share: Fraction) -> TokenCurve:
         """The same rows with this share of the tokens."""
-        tokens, real = (tuple(round(total * share) for total in edges) for edges in (self.tokens, self.real))
+        tokens, real = (
+            tuple(round(total * share) for total in edges) for edges in (self.tokens, self.real)
+        )
         return TokenCurve(self.rows, tokens, real)
 
     def straight(self) -> TokenCurve:
         """The same epoch in one stratum."""
-        return TokenCurve(*((edges[0], edges[-1]) for edges in (self.rows, self.tokens, self.real) if edges))
+        return TokenCurve(
+            *((edges[0], edges[-1]) for edges in (self.rows, self.tokens, self.real) if edges)
+        )
 
     def tokens_before(self, row: int) -> int:
         return _between(self.rows, self.tokens, row)
@@ -65,4 +69,8 @@ def _between(edges: Sequence[int], values: Sequence[int], position: int) -> int:
     epochs, rest = divmod(position, edges[-1])
     after = bisect_right(edges, rest)
     begin, value = edges[after - 1], values[after - 1]
-    return epochs * values[-1] + value + (rest - begin) * (values[after] - value) // (edges[after] - begin)
+    return (
+        epochs * values[-1]
+        + value
+        + (rest - begin) * (values[after] - value) // (edges[after] - begin)
+    )

@@ -43,7 +43,9 @@ END_OF_TEXT = "<|endoftext|>"
 #: Characters of each corpus that the tokeniser learns from: about a second on one core.
 TOKENIZER_SAMPLE = 3_000_000
 #: Folders of the library that hold tests, or packages that somebody installed.
-SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
 LICENCE_NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
 
 
@@ -77,7 +79,9 @@ def build(folder: Path, progress: Progress, library: Path) -> Corpus:
     }
     for name, documents in texts.items():
         if not documents:
-            raise DemoFailed(f"no text for the corpus {name!r}: this Python carries no library source at {library}")
+            raise DemoFailed(
+                f"no text for the corpus {name!r}: this Python carries no library source at {library}"
+            )
     shutil.rmtree(folder, ignore_errors=True)
     for corpus in (CODE, PROSE):
         (folder / corpus).mkdir(parents=True)
@@ -85,8 +89,12 @@ def build(folder: Path, progress: Progress, library: Path) -> Corpus:
         table = pa.table({"text": texts["code"][begin : begin + DOCUMENTS_PER_SHARD]})
         pq.write_table(table, folder / CODE / f"{shard:03}.parquet", row_group_size=ROWS_PER_GROUP)
     with (folder / DOCSTRINGS).open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts["docstrings"])
-    (folder / PROSE / "licences.txt").write_text("".join(f"{text}\n" for text in texts["prose"]), encoding="utf-8")
+        lines.writelines(
+            json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts["docstrings"]
+        )
+    (folder / PROSE / "licences.txt").write_text(
+        "".join(f"{text}\n" for text in texts["prose"]), encoding="utf-8"
+    )
     return Corpus(
         vocab_size=_train_tokenizer(folder / TOKENIZER, progress, texts),
         documents={name: len(documents) for name, documents in texts.items()},
@@ -103,7 +111,9 @@ def _sources(library: Path) -> list[tuple[str, str]]:
             with suppress(OSError, UnicodeDecodeError):
                 text = path.read_text(encoding="utf-8")
                 if text.strip():
-                    files.append((hashlib.sha256(name.as_posix().encode()).digest(), name.as_posix(), text))
+                    files.append(
+                        (hashlib.sha256(name.as_posix().encode()).digest(), name.as_posix(), text)
+                    )
     return [(name, text) for _, name, text in sorted(files)]
 
 
@@ -125,7 +135,11 @@ def _licences() -> list[str]:
     paths = [library_folder() / "LICENSE.txt"]
     for distribution in distributions():
         files = distribution.files or ()
-        paths += [Path(str(file.locate())) for file in files if file.name.upper().startswith(LICENCE_NAMES)]
+        paths += [
+            Path(str(file.locate()))
+            for file in files
+            if file.name.upper().startswith(LICENCE_NAMES)
+        ]
     texts = []
     for path in sorted(paths, key=lambda path: (path.parent.name, path.name)):
         with suppress(OSError, UnicodeDecodeError):
@@ -165,7 +179,9 @@ def _train_tokenizer(path: Path, progress: Progress, texts: dict[str, list[str]]
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    sample = chain.from_iterable(_first_bytes(documents, TOKENIZER_SAMPLE) for documents in texts.values())
+    sample = chain.from_iterable(
+        _first_bytes(documents, TOKENIZER_SAMPLE) for documents in texts.values()
+    )
     tokenizer.train_from_iterator(sample, trainer)
     tokenizer.save(str(path))
     progress.update(task, total=1, completed=1)

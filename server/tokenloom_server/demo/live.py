@@ -19,7 +19,10 @@ from tokenloom_server.tools.remote import Remote
 PAUSE_S, AWAY_S = 0.3, 6.0
 #: More steps than the first act, and smaller ones: a revision begins at the next state boundary, 64 micro-steps apart.
 LONGER = 4
-FIRST, SECOND = Launch(name="first", ranks=2, batch_size=4), Launch(name="second", ranks=1, batch_size=8)
+FIRST, SECOND = (
+    Launch(name="first", ranks=2, batch_size=4),
+    Launch(name="second", ranks=1, batch_size=8),
+)
 #: Little is sent ahead of the ranks, so that a revision is seen soon after it was made.
 SHORT_WINDOW = "window_micro_steps: 4\n"
 CHANGE = {
@@ -44,18 +47,33 @@ class LiveDemo(Demo):
             self.report.step(f"A server, its page, and training on {plan.first}, slowly")
             server = self.serve(processes, "server", self.mixture, self.ledger)
             self.open_page(server)
-            ranks = self.launch(processes, plan.first, server, text, "--checkpoint-every", str(plan.checkpoint_step))
-            self.follow(plan.first, ranks, server, lambda: len(self.steps_of(plan.first)) >= plan.checkpoint_step // 2)
+            ranks = self.launch(
+                processes, plan.first, server, text, "--checkpoint-every", str(plan.checkpoint_step)
+            )
+            self.follow(
+                plan.first,
+                ranks,
+                server,
+                lambda: len(self.steps_of(plan.first)) >= plan.checkpoint_step // 2,
+            )
             self.revise(server)
-            self.follow(plan.first, ranks, server, lambda: len(self.steps_of(plan.first)) >= plan.kill_step)
+            self.follow(
+                plan.first, ranks, server, lambda: len(self.steps_of(plan.first)) >= plan.kill_step
+            )
             self.kill([*ranks, server.child])
-            self.report.line(f"the page says so; the server comes back in {AWAY_S:g} s, at the same address")
+            self.report.line(
+                f"the page says so; the server comes back in {AWAY_S:g} s, at the same address"
+            )
             time.sleep(AWAY_S)
             server = self.resume(processes, text)
             self.report.step("The figures")
             self.report.shares(server.committed(RUN, plan.end_index))
             for made in Remote(server.page, {}).mixture(RUN).revisions:
-                since = f"in force since sample {made.sample_index}" if made.in_force else "not in force"
+                since = (
+                    f"in force since sample {made.sample_index}"
+                    if made.in_force
+                    else "not in force"
+                )
                 self.report.line(f"revision {made.number} is {since}")
             if keep:
                 self.keep_serving(server)
@@ -76,13 +94,19 @@ class LiveDemo(Demo):
 
     def revise(self, server: Service) -> None:
         """The share of one source is raised while ranks train."""
-        self.report.step("The mixture is revised while they train: docstrings get four times their weight")
+        self.report.step(
+            "The mixture is revised while they train: docstrings get four times their weight"
+        )
         made = Remote(server.page, {}, control=True).revise(RUN, CHANGE)
-        self.report.line(f"revision {made.number}, from sample {made.sample_index} on: {CHANGE['reason']}")
+        self.report.line(
+            f"revision {made.number}, from sample {made.sample_index} on: {CHANGE['reason']}"
+        )
 
     def serve(self, processes: Processes, name: str, mixture: Path, ledger: Path) -> Service:
         self.predecessor = super().serve(processes, name, mixture, ledger)
         return self.predecessor
 
-    def launch(self, processes: Processes, launch: Launch, server: Service, text: Corpus, *options: str) -> list[Child]:
+    def launch(
+        self, processes: Processes, launch: Launch, server: Service, text: Corpus, *options: str
+    ) -> list[Child]:
         return super().launch(processes, launch, server, text, *options, "--pause", str(PAUSE_S))

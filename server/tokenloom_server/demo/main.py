@@ -48,14 +48,18 @@ def run_demo(
     console = console or Console(highlight=False)
     try:
         if steps < FEWEST_STEPS:
-            raise DemoFailed(f"--steps {steps}: give at least {FEWEST_STEPS}, so that there is something to interrupt")
+            raise DemoFailed(
+                f"--steps {steps}: give at least {FEWEST_STEPS}, so that there is something to interrupt"
+            )
         with _ends_like_ctrl_c(signal.SIGTERM), _claimed(folder.absolute()) as claimed:
             return (act or Demo)(claimed, Plan(steps=steps), Report(console)).run(keep)
     except KeyboardInterrupt:
         console.print("\n[bold]Interrupted; every process was ended.[/]")
         return INTERRUPTED
     except TokenloomError as error:
-        console.print(f"\n[bold red]The demonstration failed:[/] {escape(str(error))}", soft_wrap=True)
+        console.print(
+            f"\n[bold red]The demonstration failed:[/] {escape(str(error))}", soft_wrap=True
+        )
         return 1
 
 
@@ -91,7 +95,9 @@ class Demo:
 
     def prepare(self) -> Corpus:
         """The data folder, and a clean folder for this run."""
-        self.report.step("Text that every Python carries: three corpora, and a tokeniser trained on them")
+        self.report.step(
+            "Text that every Python carries: three corpora, and a tokeniser trained on them"
+        )
         with self.report.progress() as progress:
             text = corpus.build(self.data, progress, corpus.library_folder())
         self.report.corpora(text)
@@ -106,8 +112,12 @@ class Demo:
         plan = self.plan
         self.report.step(f"A server, and training on {plan.first}, with a checkpoint half-way")
         server = self.serve(processes, "server", self.mixture, self.ledger)
-        ranks = self.launch(processes, plan.first, server, text, "--checkpoint-every", str(plan.checkpoint_step))
-        self.follow(plan.first, ranks, server, lambda: len(self.steps_of(plan.first)) >= plan.kill_step)
+        ranks = self.launch(
+            processes, plan.first, server, text, "--checkpoint-every", str(plan.checkpoint_step)
+        )
+        self.follow(
+            plan.first, ranks, server, lambda: len(self.steps_of(plan.first)) >= plan.kill_step
+        )
         self.kill([*ranks, server.child])
 
     def kill(self, children: Sequence[Child]) -> None:
@@ -132,15 +142,23 @@ class Demo:
         self.follow(plan.second, ranks, server, lambda: all(rank.status == 0 for rank in ranks))
         end = self.steps_of(plan.second)[-1].sample_index
         if end != plan.end_index:
-            raise ranks[0].failure(f"the training ended at sample {end}, but {plan.end_index} were planned")
+            raise ranks[0].failure(
+                f"the training ended at sample {end}, but {plan.end_index} were planned"
+            )
         return server
 
     def read_reference(self, processes: Processes) -> Receipts:
         """The same data by another name, from another ledger, without an interruption."""
         plan = self.plan
-        self.report.step("An uninterrupted run to compare with: another ledger, one reader, no training")
-        server = self.serve(processes, "reference-server", self.reference_mixture, self.work / "reference.db")
-        received = receipts.receive(server.url(REFERENCE_RUN), plan.reader_batch_size, plan.end_index)
+        self.report.step(
+            "An uninterrupted run to compare with: another ledger, one reader, no training"
+        )
+        server = self.serve(
+            processes, "reference-server", self.reference_mixture, self.work / "reference.db"
+        )
+        received = receipts.receive(
+            server.url(REFERENCE_RUN), plan.reader_batch_size, plan.end_index
+        )
         server.child.stop()
         return received
 
@@ -160,7 +178,11 @@ class Demo:
             self.report.claim(claim, check)
         self.report.step("The figures")
         self.report.shares(evidence.stats)
-        kept = [step for step in evidence.first[0].steps if step.sample_index <= self.plan.checkpoint_index]
+        kept = [
+            step
+            for step in evidence.first[0].steps
+            if step.sample_index <= self.plan.checkpoint_index
+        ]
         self.report.training(kept, evidence.second[0].steps, (self.plan.first, self.plan.second))
 
     def keep_serving(self, server: Service) -> None:
@@ -180,14 +202,27 @@ class Demo:
         self.report.line(f"{name}: gRPC {server.grpc}, page {server.page}")
         return server
 
-    def launch(self, processes: Processes, launch: Launch, server: Service, text: Corpus, *options: str) -> list[Child]:
+    def launch(
+        self, processes: Processes, launch: Launch, server: Service, text: Corpus, *options: str
+    ) -> list[Child]:
         """One trainer for each rank, with the variables that torchrun would set."""
         plan = self.plan
         rendezvous = self.work / f"{launch.name}.rendezvous"
-        command = ["-m", "tokenloom_server.demo.trainer", server.url(RUN), "--batch-size", str(launch.batch_size)]
+        command = [
+            "-m",
+            "tokenloom_server.demo.trainer",
+            server.url(RUN),
+            "--batch-size",
+            str(launch.batch_size),
+        ]
         command += ["--tokens", str(plan.tokens), "--warmup-tokens", str(plan.warmup_tokens)]
         command += ["--vocab-size", str(text.vocab_size)]
-        command += ["--checkpoint", str(self.checkpoint), "--receipts", str(self.work / launch.name)]
+        command += [
+            "--checkpoint",
+            str(self.checkpoint),
+            "--receipts",
+            str(self.work / launch.name),
+        ]
         command += ["--rendezvous", f"file://{rendezvous}", *options]
         environment = {"WORLD_SIZE": str(launch.ranks)} | _loopback()
         names = [f"{launch.name}-rank-{rank}" for rank in range(launch.ranks)]
@@ -196,7 +231,9 @@ class Demo:
             for rank, name in enumerate(names)
         ]
 
-    def follow(self, launch: Launch, ranks: Sequence[Child], server: Service, done: Callable[[], bool]) -> None:
+    def follow(
+        self, launch: Launch, ranks: Sequence[Child], server: Service, done: Callable[[], bool]
+    ) -> None:
         """Shows the training until ``done``; fails when no step comes for too long."""
         seen: list[Step] = []
 
@@ -211,7 +248,11 @@ class Demo:
                 seen = self.steps_of(launch)
                 if seen:
                     last = seen[-1]
-                    progress.update(bar, completed=last.sample_index, description=f"loss {last.loss:.3f}, samples")
+                    progress.update(
+                        bar,
+                        completed=last.sample_index,
+                        description=f"loss {last.loss:.3f}, samples",
+                    )
 
     def steps_of(self, launch: Launch) -> list[Step]:
         """What rank 0 has on record so far."""
@@ -219,7 +260,9 @@ class Demo:
 
     def receipts_of(self, launch: Launch) -> list[Receipts]:
         folder = self.work / launch.name
-        return [receipts.read(folder, rank, self.plan.sequence_length) for rank in range(launch.ranks)]
+        return [
+            receipts.read(folder, rank, self.plan.sequence_length) for rank in range(launch.ranks)
+        ]
 
 
 def _loopback() -> dict[str, str]:
@@ -233,13 +276,17 @@ def _claimed(folder: Path) -> Iterator[Path]:
     """The folder, made if need be, for this process alone. One that somebody else filled is refused."""
     marker = folder / MARKER
     if folder.exists() and not marker.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DemoFailed(f"{folder} is there already, and not from a demonstration; give another --folder")
+        raise DemoFailed(
+            f"{folder} is there already, and not from a demonstration; give another --folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with marker.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DemoFailed(f"another demonstration is under way in {folder}; give another --folder") from None
+            raise DemoFailed(
+                f"another demonstration is under way in {folder}; give another --folder"
+            ) from None
         yield folder
 
 

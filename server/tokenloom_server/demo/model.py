@@ -10,15 +10,28 @@ class GPT(nn.Module):
     """1.9 M parameters with a vocabulary of 8192: small enough to learn something on two CPU cores."""
 
     def __init__(
-        self, vocab_size: int, width: int = 128, depth: int = 4, heads: int = 4, longest_sequence: int = 512
+        self,
+        vocab_size: int,
+        width: int = 128,
+        depth: int = 4,
+        heads: int = 4,
+        longest_sequence: int = 512,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(longest_sequence, width)
         block = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            width,
+            heads,
+            4 * width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
         )
-        self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.blocks = nn.TransformerEncoder(
+            block, depth, nn.LayerNorm(width), enable_nested_tensor=False
+        )
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
 

@@ -98,4 +98,6 @@ class Plan:
 
     def mixture(self, run: str) -> str:
         """The mixture file of a run. Its name has no part in the order."""
-        return MIXTURE.format(run=run, sequence_length=self.sequence_length, prose_epochs=self.prose_epochs)
+        return MIXTURE.format(
+            run=run, sequence_length=self.sequence_length, prose_epochs=self.prose_epochs
+        )

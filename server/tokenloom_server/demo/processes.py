@@ -31,7 +31,9 @@ class DemoFailed(TokenloomError):
 class Child(subprocess.Popen[bytes]):
     """One process, in a session of its own (a Ctrl-C is for the parent), with its output in a log file."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> None:
         self.name = name
         self.log = log
         self.killed = False
@@ -83,7 +85,9 @@ class Child(subprocess.Popen[bytes]):
         try:
             self.wait(KILL_S)
         except subprocess.TimeoutExpired:
-            raise DemoFailed(f"{self.name} (pid {self.pid}) did not end within {KILL_S:g} s of SIGKILL") from None
+            raise DemoFailed(
+                f"{self.name} (pid {self.pid}) did not end within {KILL_S:g} s of SIGKILL"
+            ) from None
 
 
 class Processes:
@@ -102,7 +106,9 @@ class Processes:
         """A count for people; raises ``Disproved`` for a process that still runs or ended with an error."""
         for child in self._children:
             if child.status != (-signal.SIGKILL if child.killed else 0):
-                raise Disproved(f"{child.name} (pid {child.pid}) has status {child.status}; see {child.log}")
+                raise Disproved(
+                    f"{child.name} (pid {child.pid}) has status {child.status}; see {child.log}"
+                )
         return f"{len(self._children)} processes"
 
     def __enter__(self) -> Self:
@@ -118,7 +124,9 @@ class Processes:
                     child.kill_on_purpose()
 
 
-def wait_until(done: Callable[[], bool], event: str, timeout_s: float, children: Sequence[Child]) -> None:
+def wait_until(
+    done: Callable[[], bool], event: str, timeout_s: float, children: Sequence[Child]
+) -> None:
     """Waits for ``done``, which ``event`` describes.
 
     Raises ``DemoFailed`` after ``timeout_s``, or as soon as one of the children ends with an error.
@@ -127,7 +135,9 @@ def wait_until(done: Callable[[], bool], event: str, timeout_s: float, children:
     while not done():
         for child in children:
             if child.status:
-                raise child.failure(f"{child.name} ended with status {child.status} while waiting for {event}")
+                raise child.failure(
+                    f"{child.name} ended with status {child.status} while waiting for {event}"
+                )
         if time.monotonic() > deadline:
             logs = "\n".join(f"the end of {child.log}:\n{child.tail()}" for child in children)
             raise DemoFailed(f"waited {timeout_s:g} s for {event}, in vain\n{logs}")
@@ -137,6 +147,15 @@ def wait_until(done: Callable[[], bool], event: str, timeout_s: float, children:
 def _clean(environment: Mapping[str, str]) -> dict[str, str]:
     """Without what torchrun, SLURM or a proxy set: the children's ranks and addresses are given to them. And without
     tokens and data roots: their server is theirs alone."""
-    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    launcher = {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
     prefixes = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "TOKENLOOM_")
-    return {k: v for k, v in environment.items() if k not in launcher and not k.startswith(prefixes)}
+    return {
+        k: v for k, v in environment.items() if k not in launcher and not k.startswith(prefixes)
+    }

@@ -46,7 +46,9 @@ def rolling_digests(samples: Samples, id_type: str) -> list[str]:
     """The digest before sample 0, 1, 2, … and after the last, by the rule in dataloader.proto."""
     digest = 0
     digests = [f"{digest:032x}"]
-    for ids, source_id in zip(samples["ids"].astype(id_type), samples["source_id"].tolist(), strict=True):
+    for ids, source_id in zip(
+        samples["ids"].astype(id_type), samples["source_id"].tolist(), strict=True
+    ):
         sample_hash = xxhash.xxh3_128_intdigest(ids.tobytes(), seed=source_id)
         digest = (digest * DIGEST_MULTIPLIER + sample_hash) % DIGEST_MODULUS
         digests.append(f"{digest:032x}")
@@ -131,7 +133,9 @@ class Evidence:
         """Sample by sample, source and ids are those of the uninterrupted run."""
         samples, reference = self.path, receipts.join([self.reference.samples])
         if len(samples) != len(reference):
-            raise Disproved(f"{len(samples)} samples against {len(reference)} of the uninterrupted run")
+            raise Disproved(
+                f"{len(samples)} samples against {len(reference)} of the uninterrupted run"
+            )
         _expect_equal(samples, reference)
         return f"{samples['ids'].size:,} token ids"
 
@@ -139,7 +143,9 @@ class Evidence:
         """What was received after the checkpoint and lost with the weights was delivered again, unchanged."""
         discarded, samples = self.discarded, self.path
         if not len(discarded):
-            raise Disproved("nothing was received between the checkpoint and the kill, so nothing had to come again")
+            raise Disproved(
+                "nothing was received between the checkpoint and the kill, so nothing had to come again"
+            )
         where = np.searchsorted(samples["sample_id"], discarded["sample_id"])
         again = where < len(samples)
         again[again] = samples["sample_id"][where[again]] == discarded["sample_id"][again]
@@ -153,10 +159,14 @@ class Evidence:
         steps = [*self.training, *self.reference.steps]
         for step in steps:
             if step.sample_index >= len(self.digests):
-                raise Disproved(f"step {step.step} ends at sample {step.sample_index}, after the last one received")
+                raise Disproved(
+                    f"step {step.step} ends at sample {step.sample_index}, after the last one received"
+                )
             expected = self.digests[step.sample_index]
             if step.digest != expected:
-                raise Disproved(f"at sample {step.sample_index}: reported {step.digest}, recomputed {expected}")
+                raise Disproved(
+                    f"at sample {step.sample_index}: reported {step.digest}, recomputed {expected}"
+                )
         return f"{len(steps)} steps"
 
     def one_digest(self) -> str:
@@ -187,7 +197,9 @@ class Evidence:
             raise Disproved(f"samples of sources that the ledger does not know: {sorted(unknown)}")
         total = self.stats.total_tokens
         if total != len(samples) * length:
-            raise Disproved(f"{len(samples) * length} tokens were received, but the ledger has {total}")
+            raise Disproved(
+                f"{len(samples) * length} tokens were received, but the ledger has {total}"
+            )
         return f"{total:,} tokens"
 
     def shares_hold(self) -> str:
@@ -201,7 +213,9 @@ class Evidence:
             share = weight / sum(weights)
             counts = np.cumsum(self.path["source_id"] == source_id)
             # In units of 1 / denominator of a sample, all of it integers.
-            off = np.abs(counts * share.denominator - np.arange(1, len(counts) + 1) * share.numerator)
+            off = np.abs(
+                counts * share.denominator - np.arange(1, len(counts) + 1) * share.numerator
+            )
             worst = int(off.argmax())
             if off[worst] > share.denominator:
                 raise Disproved(
@@ -218,11 +232,16 @@ class Evidence:
             if step.total_tokens < plan.warmup_tokens:
                 factor = step.total_tokens / plan.warmup_tokens
             else:
-                progress = min(1.0, (step.total_tokens - plan.warmup_tokens) / (plan.tokens - plan.warmup_tokens))
+                progress = min(
+                    1.0,
+                    (step.total_tokens - plan.warmup_tokens) / (plan.tokens - plan.warmup_tokens),
+                )
                 factor = LR_FLOOR + (1 - LR_FLOOR) * (1 + math.cos(math.pi * progress)) / 2
             expected = LEARNING_RATE * factor
             if not math.isclose(step.lr, expected, rel_tol=LR_TOLERANCE):
-                raise Disproved(f"at {step.total_tokens} tokens: {step.lr:.6e}, the schedule says {expected:.6e}")
+                raise Disproved(
+                    f"at {step.total_tokens} tokens: {step.lr:.6e}, the schedule says {expected:.6e}"
+                )
         return f"{len(self.training)} steps"
 
 
@@ -230,12 +249,16 @@ def _in_step(rank: Receipts, start: int, batch_size: int) -> None:
     """The samples of each step came in that step, one after the other: a rank's view is a slice of the order."""
     rows = rank.samples["sample_id"]
     if len(rows) < len(rank.steps) * batch_size:
-        raise Disproved(f"{len(rank.steps)} steps of {batch_size} samples are on record, but {len(rows)} samples")
+        raise Disproved(
+            f"{len(rank.steps)} steps of {batch_size} samples are on record, but {len(rows)} samples"
+        )
     begin = start
     for number, step in enumerate(rank.steps):
         slice_ids = rows[number * batch_size : (number + 1) * batch_size]
         inside = (
-            begin <= slice_ids[0] and slice_ids[-1] < step.sample_index and (slice_ids[0] - begin) % batch_size == 0
+            begin <= slice_ids[0]
+            and slice_ids[-1] < step.sample_index
+            and (slice_ids[0] - begin) % batch_size == 0
         )
         if not inside or (np.diff(slice_ids) != 1).any():
             raise Disproved(
@@ -250,7 +273,9 @@ def _expect_equal(samples: Samples, others: Samples) -> None:
         if column == "ids":
             differs = differs.any(axis=1)
         if differs.any():
-            raise Disproved(f"another {column.replace('_', ' ')} at {_some(samples['sample_id'][differs])}")
+            raise Disproved(
+                f"another {column.replace('_', ' ')} at {_some(samples['sample_id'][differs])}"
+            )
 
 
 def _some(ids: np.typing.NDArray[np.integer]) -> str:

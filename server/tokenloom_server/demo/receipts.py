@@ -37,7 +37,9 @@ class Step:
 
 def sample_type(sequence_length: int) -> np.dtype[np.void]:
     """One sample's record."""
-    return np.dtype([("sample_id", "<i8"), ("source_id", "<i4"), ("ids", "<u4", (sequence_length,))])
+    return np.dtype(
+        [("sample_id", "<i8"), ("source_id", "<i4"), ("ids", "<u4", (sequence_length,))]
+    )
 
 
 def make_samples(sample_ids: ArrayLike, source_ids: ArrayLike, ids: ArrayLike) -> Samples:
@@ -49,7 +51,11 @@ def make_samples(sample_ids: ArrayLike, source_ids: ArrayLike, ids: ArrayLike) -
 
 
 def received(
-    batch: Mapping[str, Any], dataset: RemoteDataset, number: int, loss: float = 0.0, lr: float = 0.0
+    batch: Mapping[str, Any],
+    dataset: RemoteDataset,
+    number: int,
+    loss: float = 0.0,
+    lr: float = 0.0,
 ) -> tuple[Samples, Step]:
     """The receipt of one step: the samples of its batch, and where the dataset stands after it."""
     step = Step(

@@ -71,7 +71,12 @@ class Report:
 
     def progress(self) -> Progress:
         """Bars with a description, such as for files or tokens."""
-        columns = (TextColumn("  {task.description:22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("  {task.description:22}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         return Progress(*columns, console=self.console)
 
     def corpora(self, corpus: Corpus) -> None:
@@ -87,13 +92,22 @@ class Report:
     def shares(self, stats: RunStats) -> None:
         """The mix, as the ledger has it."""
         without = ("recent", "samples", "left")
-        self.console.print(sources_table(stats, title="The mix, from the ledger's counters", without=without))
+        self.console.print(
+            sources_table(stats, title="The mix, from the ledger's counters", without=without)
+        )
 
-    def training(self, first: Sequence[Step], second: Sequence[Step], launches: tuple[Launch, Launch]) -> None:
+    def training(
+        self, first: Sequence[Step], second: Sequence[Step], launches: tuple[Launch, Launch]
+    ) -> None:
         """Loss and learning rate on both sides of the kill."""
         before, after = first[-1], second[0]
         parts = (
-            ("first steps", launches[0], first[:AVERAGED_STEPS], first[min(AVERAGED_STEPS, len(first)) - 1]),
+            (
+                "first steps",
+                launches[0],
+                first[:AVERAGED_STEPS],
+                first[min(AVERAGED_STEPS, len(first)) - 1],
+            ),
             ("at the checkpoint", launches[0], first[-AVERAGED_STEPS:], before),
             ("resumed", launches[1], second[:AVERAGED_STEPS], after),
             ("last steps", launches[1], second[-AVERAGED_STEPS:], second[-1]),
@@ -121,5 +135,7 @@ class Report:
         self.line("watch its mix:         http://127.0.0.1:8080/")
         self.line("read it from Python:")
         self.line("    from tokenloom import RemoteDataset")
-        self.line(f'    for batch in RemoteDataset("grpc://127.0.0.1:50051/{RUN}", batch_size=4, resume="latest"):')
+        self.line(
+            f'    for batch in RemoteDataset("grpc://127.0.0.1:50051/{RUN}", batch_size=4, resume="latest"):'
+        )
         self.line('        print(batch["sample_ids"], batch["input_ids"].shape)')

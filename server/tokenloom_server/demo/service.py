@@ -59,21 +59,36 @@ class Service:
 
 def serve_arguments(mixture: Path, ledger: Path) -> list[str]:
     """What follows ``tokenloom`` on the command line; the ledger's file is named from the mixture file's folder."""
-    return ["serve", str(mixture), "--ledger", f"sqlite:///{quote(os.path.relpath(ledger, mixture.parent))}"]
+    return [
+        "serve",
+        str(mixture),
+        "--ledger",
+        f"sqlite:///{quote(os.path.relpath(ledger, mixture.parent))}",
+    ]
 
 
 def start(
-    processes: Processes, name: str, mixture: Path, ledger: Path, log: Path, *, successor_of: Service | None = None
+    processes: Processes,
+    name: str,
+    mixture: Path,
+    ledger: Path,
+    log: Path,
+    *,
+    successor_of: Service | None = None,
 ) -> Service:
     """Starts a server on this machine alone, at the addresses of the one that it follows, or on free ports; and waits
     until it is ready."""
     ready_file = log.with_suffix(".ready.json")
     ready_file.unlink(missing_ok=True)
-    grpc, rest = (successor_of.grpc, successor_of.rest) if successor_of else ("127.0.0.1:0", "127.0.0.1:0")
+    grpc, rest = (
+        (successor_of.grpc, successor_of.rest) if successor_of else ("127.0.0.1:0", "127.0.0.1:0")
+    )
     options = ["--grpc", grpc, "--rest", rest, "--ready-file", str(ready_file)]
     # What is killed here is known to be dead: nobody has to wait as long as in earnest until that is certain.
     options += ["--lease", str(CERTAIN_AFTER_S), "--liveness", str(CERTAIN_AFTER_S)]
-    child = processes.start(name, ["-m", "tokenloom_server", *serve_arguments(mixture, ledger), *options], log)
+    child = processes.start(
+        name, ["-m", "tokenloom_server", *serve_arguments(mixture, ledger), *options], log
+    )
     wait_until(ready_file.exists, name, READY_TIMEOUT_S, [child])
     # It appears whole.
     addresses = json.loads(ready_file.read_bytes())

@@ -55,9 +55,13 @@ def train(
     # 1. The dataset. Rank and world size come from torch.distributed.
     dataset = RemoteDataset(url, batch_size=batch_size)
     model = GPT(vocab_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+    )
     # 2. The schedule, in tokens: it does not depend on the batch size or on the number of ranks.
-    scheduler = TokenLRScheduler(optimizer, warmup_tokens=warmup_tokens, target_tokens=tokens, min_lr_ratio=LR_FLOOR)
+    scheduler = TokenLRScheduler(
+        optimizer, warmup_tokens=warmup_tokens, target_tokens=tokens, min_lr_ratio=LR_FLOOR
+    )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "dataset": dataset}
     if resume and checkpoint:
         load(checkpoint, parts)
@@ -74,9 +78,17 @@ def train(
             scheduler.step(batch["total_tokens"])
             optimizer.step()
 
-            samples, step = received(batch, dataset, number, loss.item(), float(scheduler.get_last_lr()[0]))
+            samples, step = received(
+                batch, dataset, number, loss.item(), float(scheduler.get_last_lr()[0])
+            )
             writer.write(samples, step)
-            log.info("step %d  tokens %d  loss %.3f  lr %.3e", number, step.total_tokens, step.loss, step.lr)
+            log.info(
+                "step %d  tokens %d  loss %.3f  lr %.3e",
+                number,
+                step.total_tokens,
+                step.loss,
+                step.lr,
+            )
             if checkpoint and checkpoint_every and number % checkpoint_every == 0 and rank == 0:
                 save(checkpoint, parts)
                 log.info("saved %s at sample %d", checkpoint, dataset.sample_index)
@@ -106,19 +118,29 @@ def load(path: Path, parts: Mapping[str, Any]) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Reads the command line and trains."""
-    parser = argparse.ArgumentParser(prog="python -m tokenloom_server.demo.trainer", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tokenloom_server.demo.trainer", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("url", help="grpc://host:port/run")
     parser.add_argument("--batch-size", type=int, default=8, help="samples per rank and step")
-    parser.add_argument("--tokens", type=int, required=True, help="tokens of the whole run to train on")
+    parser.add_argument(
+        "--tokens", type=int, required=True, help="tokens of the whole run to train on"
+    )
     parser.add_argument("--warmup-tokens", type=int, default=0)
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--checkpoint", type=Path, help="file to save to and to resume from")
     parser.add_argument("--checkpoint-every", type=int, default=0, help="steps; 0 saves none")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--receipts", type=Path, default=Path("receipts"), help="folder for what was received")
-    parser.add_argument("--rendezvous", default="env://", help="how ranks meet: torch.distributed's init_method")
-    parser.add_argument("--pause", type=float, default=0, help="seconds after each step, for whoever watches")
+    parser.add_argument(
+        "--receipts", type=Path, default=Path("receipts"), help="folder for what was received"
+    )
+    parser.add_argument(
+        "--rendezvous", default="env://", help="how ranks meet: torch.distributed's init_method"
+    )
+    parser.add_argument(
+        "--pause", type=float, default=0, help="seconds after each step, for whoever watches"
+    )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     train(**vars(parser.parse_args(arguments)))
 

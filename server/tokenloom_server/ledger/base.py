@@ -10,7 +10,13 @@ from tokenloom_server.errors import LedgerUnavailable, TokenloomError
 from tokenloom_server.ledger import records
 from tokenloom_server.ledger.commands import Command
 from tokenloom_server.ledger.history import HistoryStore
-from tokenloom_server.ledger.records import JournalEntry, Opening, StoredRevision, StoredRun, StoredSnapshot
+from tokenloom_server.ledger.records import (
+    JournalEntry,
+    Opening,
+    StoredRevision,
+    StoredRun,
+    StoredSnapshot,
+)
 
 
 class Ledger(ABC):
@@ -124,7 +130,9 @@ class Ledger(ABC):
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> StoredSnapshot | None: ...
 
 
-def outcomes(execute: Callable[[Command], int], some: Iterable[Command]) -> list[int | TokenloomError]:
+def outcomes(
+    execute: Callable[[Command], int], some: Iterable[Command]
+) -> list[int | TokenloomError]:
     """What each of several commands returns, or the refusal that it raises. Raises ``LedgerUnavailable``."""
     answers: list[int | TokenloomError] = []
     for command in some:

@@ -8,7 +8,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from tokenloom_server.ledger.records import CommittedState, Opening, RunContents, StoredRevision, StoredSnapshot
+from tokenloom_server.ledger.records import (
+    CommittedState,
+    Opening,
+    RunContents,
+    StoredRevision,
+    StoredSnapshot,
+)
 
 
 @dataclass(frozen=True, slots=True)

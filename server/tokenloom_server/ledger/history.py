@@ -31,7 +31,12 @@ class HistoryStore(ABC):
 
     @abstractmethod
     def write(
-        self, uid: str, stream: str, epoch: int, put: Sequence[HistoryEntry], drop: Sequence[HistoryEntry]
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        put: Sequence[HistoryEntry],
+        drop: Sequence[HistoryEntry],
     ) -> bool:
         """Adds or replaces entries, and removes others, as a whole; False, and nothing is written, where the run in the
         ledger has another uid or server epoch."""

@@ -40,7 +40,9 @@ def open_ledger(url: str, base_dir: Path, *, must_exist: bool = False) -> Ledger
 
         path = _safe_path(base_dir) if url == AUTO else base_dir / _sqlite_path(url)
         if must_exist and not path.exists():
-            raise ConfigError(f"{path} does not exist; expected a ledger. Give its path: {_EXPECTED}")
+            raise ConfigError(
+                f"{path} does not exist; expected a ledger. Give its path: {_EXPECTED}"
+            )
         return SqliteLedger(path, reads_only=must_exist)
     if scheme in ("redis", "rediss", "unix"):
         from tokenloom_server.ledger.redis import RedisLedger
@@ -72,9 +74,13 @@ def _safe_path(base_dir: Path) -> Path:
         reason = str(error).partition(";")[0]
     folder = Path(tempfile.gettempdir()) / f"tokenloom-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()  # anybody may make such a folder, or a link, in the system's folder for temporary files
+    status = (
+        folder.lstat()
+    )  # anybody may make such a folder, or a link, in the system's folder for temporary files
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-        raise LedgerUnsafe(f"The ledger's folder {folder} is not this user's own. Name a file with --ledger.")
+        raise LedgerUnsafe(
+            f"The ledger's folder {folder} is not this user's own. Name a file with --ledger."
+        )
     name = hashlib.sha256(os.fsencode(base_dir.resolve())).hexdigest()[:16]
     local = folder / f"{name}.db"
     _log.warning("the ledger is %s, on this machine: %s", local, reason)
@@ -90,7 +96,11 @@ def _sqlite_path(url: str) -> Path:
     parts = urlsplit(url)
     path = unquote(parts.path).removeprefix("/")
     if parts.netloc or parts.query or parts.fragment or not path:
-        raise ConfigError(f"Ledger {without_secrets(url)!r}: a file path and nothing else goes there; {_EXPECTED}")
+        raise ConfigError(
+            f"Ledger {without_secrets(url)!r}: a file path and nothing else goes there; {_EXPECTED}"
+        )
     if path == ":memory:":
-        raise ConfigError(f"Ledger {url!r}: a ledger in memory would lose every commit; {_EXPECTED}")
+        raise ConfigError(
+            f"Ledger {url!r}: a ledger in memory would lose every commit; {_EXPECTED}"
+        )
     return Path(path)

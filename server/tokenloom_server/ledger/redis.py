@@ -44,7 +44,15 @@ from tokenloom_server.ledger.commands import Command, LeaderCommand
 from tokenloom_server.ledger.history import HistoryStore
 from tokenloom_server.ledger.redis_client import RedisClient
 from tokenloom_server.ledger.redis_history import RedisHistory
-from tokenloom_server.ledger.redis_rows import json_of, keys_of, lease_of, member_of, paired, revision_of, snapshot_of
+from tokenloom_server.ledger.redis_rows import (
+    json_of,
+    keys_of,
+    lease_of,
+    member_of,
+    paired,
+    revision_of,
+    snapshot_of,
+)
 from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_integers, refuse_uid
 
 RUNS, UIDS, SCHEMA = "tokenloom:runs", "tokenloom:uids", "tokenloom:schema"
@@ -80,7 +88,10 @@ class RedisLedger(Ledger):
 
     def check(self) -> None:
         self._client.check()
-        (schema,), (has_runs,) = self._client.read(("GET", SCHEMA)), self._client.read(("EXISTS", RUNS))
+        (schema,), (has_runs,) = (
+            self._client.read(("GET", SCHEMA)),
+            self._client.read(("EXISTS", RUNS)),
+        )
         if (schema or has_runs) and schema != str(SCHEMA_VERSION):
             raise refusals.other_schema(self.description, schema or "none", SCHEMA_VERSION)
 
@@ -88,7 +99,9 @@ class RedisLedger(Ledger):
         self._client.close()
 
     def history(self) -> HistoryStore:
-        return RedisHistory(self._client, lambda uid, stream: keys_of(self._home(uid, stream), stream)[0])
+        return RedisHistory(
+            self._client, lambda uid, stream: keys_of(self._home(uid, stream), stream)[0]
+        )
 
     # Runs by name.
 
@@ -105,7 +118,9 @@ class RedisLedger(Ledger):
         self._client.read(("HSETNX", RUNS, f"{name}/{stream}", uid))
         stored = self.read_run(name, stream)
         if stored is None:
-            raise LedgerError(f"{self.description} lost run {name!r}, stream {stream}, right after it was created.")
+            raise LedgerError(
+                f"{self.description} lost run {name!r}, stream {stream}, right after it was created."
+            )
         if stored.uid != uid and self._home(stored.uid, stream) != uid:  # another server came first
             self._client.read(("DEL", keys_of(uid, stream)[0]))
         return stored
@@ -136,9 +151,15 @@ class RedisLedger(Ledger):
 
     def store_faults(self) -> Sequence[str]:
         homes, uids = self._client.read(("HGETALL", RUNS), ("HGETALL", UIDS))
-        known = {key for name, home in homes.items() for key in keys_of(home, name.rpartition("/")[2])}
+        known = {
+            key for name, home in homes.items() for key in keys_of(home, name.rpartition("/")[2])
+        }
         endings = tuple(ending for ending in redis_rows.KEYS_OF_A_RUN if ending)
-        keys = [key for key in self._client.keys("tokenloom:{*") if key.endswith(endings) or key.count(":") == 2]
+        keys = [
+            key
+            for key in self._client.keys("tokenloom:{*")
+            if key.endswith(endings) or key.count(":") == 2
+        ]
         orphans = [key for key in keys if key not in known]
         faults = [
             f"key {key} is of no run: {RUNS} lost its field (redis-cli HSET {RUNS} NAME/STREAM U), or a restore was "
@@ -147,7 +168,9 @@ class RedisLedger(Ledger):
         ]
         for uid, home in uids.items():
             if keys_of(home, uid.rpartition("/")[2])[0] not in known:
-                faults.append(f"uid {uid} leads to no run: remove it (redis-cli HDEL {UIDS} '{uid}')")
+                faults.append(
+                    f"uid {uid} leads to no run: remove it (redis-cli HDEL {UIDS} '{uid}')"
+                )
         for field, home in homes.items():
             faults += self._disagreements(field, home)
         return faults
@@ -156,16 +179,30 @@ class RedisLedger(Ledger):
         """Where a run's keys say the same thing twice, and differently."""
         key = keys_of(home, stream := field.rpartition("/")[2])[0]
         twice = ("HGETALL", f"{key}:attempts"), ("ZRANGE", f"{key}:journal", 0, -1)
-        *answers, attempts, journal = self._client.read(*redis_rows.reading_all(home, stream), *twice)
+        *answers, attempts, journal = self._client.read(
+            *redis_rows.reading_all(home, stream), *twice
+        )
         contents = redis_rows.run_contents(answers)
         compared = (
             (RUNS, field, f"{contents.run.name}/{contents.run.stream}"),
             (UIDS, home, self._home(contents.run.uid, stream)),
-            ("attempts", attempts, {each.attempt: str(each.generation) for each in contents.openings}),
-            ("journal", journal, [member_of(each.generation, each.sample_index) for each in contents.journal]),
+            (
+                "attempts",
+                attempts,
+                {each.attempt: str(each.generation) for each in contents.openings},
+            ),
+            (
+                "journal",
+                journal,
+                [member_of(each.generation, each.sample_index) for each in contents.journal],
+            ),
         )
         remedy = "Restore the run from a backup (tokenloom ledger restore --replace)"
-        return [f"{key}: {name} contradicts other keys. {remedy}" for name, one, other in compared if one != other]
+        return [
+            f"{key}: {name} contradicts other keys. {remedy}"
+            for name, one, other in compared
+            if one != other
+        ]
 
     def run_names(self) -> Sequence[tuple[str, str]]:
         (fields,) = self._client.read(("HKEYS", RUNS))
@@ -180,27 +217,44 @@ class RedisLedger(Ledger):
         if isinstance(command, commands.Import):
             return self._import(command)
         home = self._home(command.uid, command.stream)
-        answer = self._adopt(command, home) if isinstance(command, commands.Adopt) else self._run_script(command, home)
+        answer = (
+            self._adopt(command, home)
+            if isinstance(command, commands.Adopt)
+            else self._run_script(command, home)
+        )
         self._homes[command.uid, command.stream] = home
         return answer
 
     def execute_all(self, some: Sequence[Command]) -> list[int | TokenloomError]:
-        if len(some) == 1 or len({each.verb for each in some}) > 1 or any(map(refuse_integers, some)):
+        if (
+            len(some) == 1
+            or len({each.verb for each in some}) > 1
+            or any(map(refuse_integers, some))
+        ):
             return super().execute_all(some)
-        calls = [(keys_of(self._home(each.uid, each.stream), each.stream), self._sent_of(each)) for each in some]
+        calls = [
+            (keys_of(self._home(each.uid, each.stream), each.stream), self._sent_of(each))
+            for each in some
+        ]
         replies = self._client.run_script_often(some[0].verb, calls)
         return [_answer_of(command, reply) for command, reply in zip(some, replies, strict=True)]
 
     def _run_script(self, command: Command, home: str, *more: str) -> int:
         """What the command's script answers. Where it refuses, raises what the rules say of the run as it saw it."""
         arguments = self._sent_of(command, *more)
-        answer = _answer_of(command, self._client.run_script(command.verb, keys_of(home, command.stream), arguments))
+        answer = _answer_of(
+            command, self._client.run_script(command.verb, keys_of(home, command.stream), arguments)
+        )
         if isinstance(answer, TokenloomError):
             raise answer
         return answer
 
     def _sent_of(self, command: Command, *more: str) -> list[Any]:
-        epoch, known = (command.epoch, command.known_changes) if isinstance(command, LeaderCommand) else ("", "")
+        epoch, known = (
+            (command.epoch, command.known_changes)
+            if isinstance(command, LeaderCommand)
+            else ("", "")
+        )
         return [command.uid, epoch, *_arguments(command, self._clock), *more, known]
 
     def _adopt(self, command: commands.Adopt, home: str) -> int:
@@ -225,7 +279,11 @@ class RedisLedger(Ledger):
         def requests(fields: dict[str, str], now: float) -> list[tuple[Any, ...]]:
             nonlocal epoch
             # What no name leads to was left by an import that was interrupted.
-            head = _head(command, str(now), [*fields], [*fields.values()]) if named is not None else None
+            head = (
+                _head(command, str(now), [*fields], [*fields.values()])
+                if named is not None
+                else None
+            )
             decision = decide(head, command)
             if not isinstance(decision, Writes):
                 raise decision
@@ -246,20 +304,32 @@ class RedisLedger(Ledger):
         (texts,) = self._read(uid, stream, ("HVALS", ":openings"))
         return redis_rows.openings_of(texts)
 
-    def journal(self, uid: str, stream: str, generation: int, at_most: int) -> records.JournalEntry | None:
+    def journal(
+        self, uid: str, stream: str, generation: int, at_most: int
+    ) -> records.JournalEntry | None:
         while True:
-            newest = (f"[{member_of(generation, at_most)}", f"[{member_of(generation, 0)}", "LIMIT", 0, 1)
+            newest = (
+                f"[{member_of(generation, at_most)}",
+                f"[{member_of(generation, 0)}",
+                "LIMIT",
+                0,
+                1,
+            )
             (members,) = self._read(uid, stream, ("ZREVRANGEBYLEX", ":journal", *newest))
             if not members:
                 return None
             (state,) = self._read(uid, stream, ("HGET", ":states", members[0]))
             if state is not None:  # thinned away between the two
                 return records.JournalEntry(
-                    generation=generation, sample_index=int(members[0].partition(":")[2]), state=state
+                    generation=generation,
+                    sample_index=int(members[0].partition(":")[2]),
+                    state=state,
                 )
 
     def journal_size(self, uid: str, stream: str) -> tuple[int, int]:
-        entries, size_bytes = self._read(uid, stream, ("ZCARD", ":journal"), ("HGET", "", "journal_bytes"))
+        entries, size_bytes = self._read(
+            uid, stream, ("ZCARD", ":journal"), ("HGET", "", "journal_bytes")
+        )
         return int(entries), int(size_bytes or 0)
 
     def revisions(self, uid: str, stream: str) -> Sequence[records.StoredRevision]:
@@ -268,7 +338,9 @@ class RedisLedger(Ledger):
 
     def snapshots(self, uid: str, stream: str) -> Sequence[records.StoredSnapshot]:
         (texts,) = self._read(uid, stream, ("HVALS", ":snapshots"))
-        return sorted(map(snapshot_of, texts), key=lambda each: (-each.saved_at, -each.sample_index, each.id))
+        return sorted(
+            map(snapshot_of, texts), key=lambda each: (-each.saved_at, -each.sample_index, each.id)
+        )
 
     def snapshot_count(self, uid: str, stream: str) -> int:
         return int(self._read(uid, stream, ("HLEN", ":snapshots"))[0])
@@ -339,11 +411,23 @@ def _arguments(command: Command, clock: Callable[[], float]) -> Sequence[Any]:
             mark = rules.opening_mark(command.epoch, opening, committed)
             entry = member_of(opening.generation, opening.start_index), opening.start_state
             revision = json_of(command.revision) if command.revision is not None else ""
-            arguments = (opening.generation, opening.attempt, mark, json_of(opening), *entry, revision)
+            arguments = (
+                opening.generation,
+                opening.attempt,
+                mark,
+                json_of(opening),
+                *entry,
+                revision,
+            )
             return (*arguments, *redis_rows.committed_arguments(committed, clock()))
         case commands.Commit(generation=generation, committed=committed):
             member = member_of(generation, committed.sample_index) if command.journal else ""
-            return (generation, member, command.known_index, *redis_rows.committed_arguments(committed, clock()))
+            return (
+                generation,
+                member,
+                command.known_index,
+                *redis_rows.committed_arguments(committed, clock()),
+            )
         case commands.Revise(revision=revision, generation=generation):
             return (revision.number, revision.sample_index, json_of(revision), generation)
         case commands.SaveSnapshot(snapshot=snapshot):

@@ -57,7 +57,11 @@ _NOT_NOW_TYPES = (
 _SAFE_SETTINGS = (
     ("appendonly", "yes", "without it, a restart loses commits"),
     ("appendfsync", "always", "otherwise a power cut or a kill loses acknowledged commits"),
-    ("no-appendfsync-on-rewrite", "no", "otherwise commits are not synced while the file is rewritten"),
+    (
+        "no-appendfsync-on-rewrite",
+        "no",
+        "otherwise commits are not synced while the file is rewritten",
+    ),
     ("maxmemory-policy", "noeviction", "others may delete the ledger's keys when memory is short"),
 )
 
@@ -77,7 +81,9 @@ class RedisClient:
         unknown = [name for name in options if not _URL_OPTIONS.fullmatch(name)]
         if unknown:
             raise ValueError(f"option {unknown[0]!r} is not for a ledger")
-        database = (options.get("db") or [parts.path.strip("/") if parts.scheme != "unix" else "0"])[0] or "0"
+        database = (
+            options.get("db") or [parts.path.strip("/") if parts.scheme != "unix" else "0"]
+        )[0] or "0"
         if not database.isdecimal():
             raise ValueError(f"database {database!r} is not a number")
         if parts.scheme == "unix":
@@ -101,7 +107,9 @@ class RedisClient:
         self._redis = redis.Redis(connection_pool=pool)
         self._scripts = load_scripts()
 
-    def run_script(self, name: str, keys: Sequence[str], arguments: Sequence[str | int | float]) -> list[Any]:
+    def run_script(
+        self, name: str, keys: Sequence[str], arguments: Sequence[str | int | float]
+    ) -> list[Any]:
         """Runs one of the scripts of ``lua/``: by its digest, and in full where Redis does not know it yet."""
         text, digest = self._script(name)
         with self._translated():
@@ -133,7 +141,9 @@ class RedisClient:
                 cast("Any", pipeline).execute_command(*request)
             return pipeline.execute()
 
-    def change(self, key: str, requests: Callable[[dict[str, str], float], Sequence[tuple[Any, ...]]]) -> None:
+    def change(
+        self, key: str, requests: Callable[[dict[str, str], float], Sequence[tuple[Any, ...]]]
+    ) -> None:
         """Sends, in one transaction, the Redis commands that ``requests`` makes of a hash and of Redis's time; anew
         where somebody wrote the hash meanwhile."""
 
@@ -179,7 +189,10 @@ class RedisClient:
         while True:
             with self._translated():
                 persistence = self._redis.info("persistence")
-            if not any(int(persistence.get(f"aof_rewrite_{name}", 0)) for name in ("in_progress", "scheduled")):
+            if not any(
+                int(persistence.get(f"aof_rewrite_{name}", 0))
+                for name in ("in_progress", "scheduled")
+            ):
                 return
             if time.monotonic() >= deadline:
                 raise LedgerUnsafe(
@@ -211,7 +224,10 @@ class RedisClient:
             for setting, _, _ in _SAFE_SETTINGS:
                 settings |= cast("dict[str, str]", self._redis.config_get(setting))
         except exceptions.ResponseError as error:
-            if not isinstance(error, exceptions.NoPermissionError) and "unknown command" not in str(error).lower():
+            if (
+                not isinstance(error, exceptions.NoPermissionError)
+                and "unknown command" not in str(error).lower()
+            ):
                 raise
             info = self._redis.info("persistence")
             if "aof_enabled" in info:
@@ -222,7 +238,11 @@ class RedisClient:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.NoPermissionError) as error:
+        except (
+            exceptions.AuthenticationError,
+            exceptions.AuthorizationError,
+            exceptions.NoPermissionError,
+        ) as error:
             raise LedgerUnavailable(
                 f"Redis at {self.address} refuses this user: {str(error).rstrip('.')}. Look at the user and password "
                 f"in the ledger's URL, and at the user's ACL."
@@ -233,7 +253,9 @@ class RedisClient:
                 f"host and port are right, and whether a firewall stands between."
             ) from error
         except exceptions.RedisError as error:
-            if _NOT_NOW.search(f"{type(error).__name__} {error}") or isinstance(error, _NOT_NOW_TYPES):
+            if _NOT_NOW.search(f"{type(error).__name__} {error}") or isinstance(
+                error, _NOT_NOW_TYPES
+            ):
                 raise LedgerUnavailable(
                     f"Redis at {self.address} cannot write now: {error}. Look at its memory, its disk and its role."
                 ) from error

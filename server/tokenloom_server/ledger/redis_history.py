@@ -21,11 +21,18 @@ class RedisHistory(HistoryStore):
         self._run_key = run_key
 
     def write(
-        self, uid: str, stream: str, epoch: int, put: Sequence[HistoryEntry], drop: Sequence[HistoryEntry]
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        put: Sequence[HistoryEntry],
+        drop: Sequence[HistoryEntry],
     ) -> bool:
         arguments: list[str | int] = [uid, epoch]
         for kind in KINDS:
-            texts = [word for entry in put if entry.kind == kind for word in (_field(entry), entry.text)]
+            texts = [
+                word for entry in put if entry.kind == kind for word in (_field(entry), entry.text)
+            ]
             fields = [_field(entry) for entry in drop if entry.kind == kind]
             arguments += [len(texts), *texts, len(fields), *fields]
         run = self._run_key(uid, stream)
@@ -35,7 +42,11 @@ class RedisHistory(HistoryStore):
     def entries(self, uid: str, stream: str, *kinds: Kind) -> list[HistoryEntry]:
         run = self._run_key(uid, stream)
         names = self._client.read(*(("HKEYS", _key(run, kind)) for kind in kinds))
-        entries = [_entry(kind, field) for kind, fields in zip(kinds, names, strict=True) for field in fields]
+        entries = [
+            _entry(kind, field)
+            for kind, fields in zip(kinds, names, strict=True)
+            for field in fields
+        ]
         return sorted(entries, key=lambda entry: entry.number)
 
     def read(self, uid: str, stream: str, wanted: Sequence[HistoryEntry]) -> list[HistoryEntry]:
@@ -44,7 +55,9 @@ class RedisHistory(HistoryStore):
             of_kind = [entry for entry in wanted if entry.kind == kind]
             (texts,) = self._client.read(("HMGET", _key(run, kind), *map(_field, of_kind)))
             entries += [
-                entry._replace(text=text) for entry, text in zip(of_kind, texts, strict=True) if text is not None
+                entry._replace(text=text)
+                for entry, text in zip(of_kind, texts, strict=True)
+                if text is not None
             ]
         return sorted(entries, key=lambda entry: entry.number)
 

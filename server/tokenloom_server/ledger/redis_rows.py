@@ -18,7 +18,17 @@ KEYS_OF_A_RUN = (
 
 #: Fields of a run's own key that a ``StoredRun`` has by the same names; empty ones are left out.
 _FIELDS = (
-    *("name", "stream", "uid", "record", "epoch", "committed_at", "pin", "revision_changes", "closed_generation"),
+    *(
+        "name",
+        "stream",
+        "uid",
+        "record",
+        "epoch",
+        "committed_at",
+        "pin",
+        "revision_changes",
+        "closed_generation",
+    ),
     "elsewhere",
 )
 
@@ -72,7 +82,9 @@ def paired(flat: Sequence[str]) -> dict[str, str]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-def stored_run(fields: Mapping[str, str], opening: str | None, *counters: Mapping[str, str]) -> records.StoredRun:
+def stored_run(
+    fields: Mapping[str, str], opening: str | None, *counters: Mapping[str, str]
+) -> records.StoredRun:
     """``fields``: of the run's own key; then its present opening, and its samples, rows and tokens by spec."""
     committed, (samples, rows, tokens) = None, counters
     if "sample_index" in fields:
@@ -82,7 +94,9 @@ def stored_run(fields: Mapping[str, str], opening: str | None, *counters: Mappin
             digest=fields["digest"],
             state=fields["state"],
             counters={
-                spec: records.Counters(samples=int(count), rows=int(rows[spec]), tokens=int(tokens[spec]))
+                spec: records.Counters(
+                    samples=int(count), rows=int(rows[spec]), tokens=int(tokens[spec])
+                )
                 for spec, count in samples.items()
             },
         )
@@ -105,7 +119,10 @@ def reading_all(home: str, stream: str) -> list[tuple[str | int, ...]]:
     """The requests whose answers ``run_contents`` takes."""
     key = keys_of(home, stream)[0]
     hashes = ("", ":samples", ":rows", ":tokens", ":openings", ":slots", ":states", ":snapshots")
-    return [*(("HGETALL", f"{key}{ending}") for ending in hashes), ("LRANGE", f"{key}:revisions", 0, -1)]
+    return [
+        *(("HGETALL", f"{key}{ending}") for ending in hashes),
+        ("LRANGE", f"{key}:revisions", 0, -1),
+    ]
 
 
 def run_contents(answers: Sequence[Any]) -> records.RunContents:
@@ -116,12 +133,15 @@ def run_contents(answers: Sequence[Any]) -> records.RunContents:
         openings=openings_of(openings.values()),
         slots={rank: slots[str(rank)] for rank in sorted(map(int, slots))},
         journal=[
-            records.JournalEntry(generation=int(member[:16]), sample_index=int(member[17:]), state=state)
+            records.JournalEntry(
+                generation=int(member[:16]), sample_index=int(member[17:]), state=state
+            )
             for member, state in sorted(states.items())
         ],
         revisions=[revision_of(text) for text in revisions],
         snapshots=sorted(
-            map(snapshot_of, snapshots.values()), key=lambda each: (each.saved_at, each.sample_index, each.id)
+            map(snapshot_of, snapshots.values()),
+            key=lambda each: (each.saved_at, each.sample_index, each.id),
         ),
     )
 
@@ -129,16 +149,24 @@ def run_contents(answers: Sequence[Any]) -> records.RunContents:
 def writing_all(home: str, contents: records.RunContents) -> list[tuple[Any, ...]]:
     """The requests that write a run, in place of all that is there of it."""
     run, committed = contents.run, contents.run.committed
-    states = {member_of(entry.generation, entry.sample_index): entry.state for entry in contents.journal}
+    states = {
+        member_of(entry.generation, entry.sample_index): entry.state for entry in contents.journal
+    }
     fields = {name: getattr(run, name) for name in _FIELDS if getattr(run, name) not in (None, "")}
     fields["generation"] = run.opening.generation if run.opening is not None else 0
     fields["journal_bytes"] = sum(len(state.encode()) for state in states.values())
     counters = committed.counters if committed is not None else {}
     if committed is not None:
-        fields |= {name: getattr(committed, name) for name in ("sample_index", "total_tokens", "digest", "state")}
+        fields |= {
+            name: getattr(committed, name)
+            for name in ("sample_index", "total_tokens", "digest", "state")
+        }
     hashes: dict[str, Mapping[Any, Any]] = {
         "": fields,
-        **{f":{name}": {spec: getattr(counters[spec], name) for spec in counters} for name in _COUNTED},
+        **{
+            f":{name}": {spec: getattr(counters[spec], name) for spec in counters}
+            for name in _COUNTED
+        },
         ":openings": {opening.generation: json_of(opening) for opening in contents.openings},
         ":attempts": {opening.attempt: opening.generation for opening in contents.openings},
         ":slots": contents.slots,
@@ -147,9 +175,14 @@ def writing_all(home: str, contents: records.RunContents) -> list[tuple[Any, ...
     }
     keys = dict(zip(KEYS_OF_A_RUN, keys_of(home, run.stream), strict=True))
     requests: list[tuple[Any, ...]] = [("DEL", *keys.values())]
-    requests += [("HSET", keys[end], *chain(*pairs.items())) for end, pairs in hashes.items() if pairs]
+    requests += [
+        ("HSET", keys[end], *chain(*pairs.items())) for end, pairs in hashes.items() if pairs
+    ]
     requests += [("ZADD", keys[":journal"], 0, member) for member in states]
-    return [*requests, *(("RPUSH", keys[":revisions"], json_of(each)) for each in contents.revisions)]
+    return [
+        *requests,
+        *(("RPUSH", keys[":revisions"], json_of(each)) for each in contents.revisions),
+    ]
 
 
 def committed_arguments(commit: records.CommittedState, committed_at: float) -> list[str | float]:

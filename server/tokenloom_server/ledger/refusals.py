@@ -37,7 +37,9 @@ def replaced(where: object) -> errors.LedgerRolledBack:
 
 
 def gone(uid: str, stream: str) -> errors.LedgerRolledBack:
-    return errors.LedgerRolledBack(f"Run {uid}, stream {stream}, is no longer in the ledger. {_REMEDY}")
+    return errors.LedgerRolledBack(
+        f"Run {uid}, stream {stream}, is no longer in the ledger. {_REMEDY}"
+    )
 
 
 def rolled_back(
@@ -56,7 +58,9 @@ def revisions_lost(command: LeaderCommand, changes: int) -> errors.LedgerRolledB
     )
 
 
-def lease_held(command: commands.Acquire | commands.Import, lease: Lease, left_s: float) -> errors.LeaseHeld:
+def lease_held(
+    command: commands.Acquire | commands.Import, lease: Lease, left_s: float
+) -> errors.LeaseHeld:
     return errors.LeaseHeld(
         f"{_run(command)}, is served by {lease.holder} since {date_of(lease.acquired_at)}; its lease lasts "
         f"{left_s:.1f} s more unless it is renewed. Stop that server, or start this one with --standby: it takes over "
@@ -107,9 +111,15 @@ def fenced(
             f"{_run(command)}: the ledger is at generation {generation}, but the call's is {command.generation}. "
             f"{_REMEDY}"
         )
-    present = f"the ledger is at generation {generation}" if generation else "the ledger has no generation of it yet"
+    present = (
+        f"the ledger is at generation {generation}"
+        if generation
+        else "the ledger has no generation of it yet"
+    )
     if generation == command.generation != 0:
-        present += ", which was closed: by a revision while nobody trained, or by restoring a backup"
+        present += (
+            ", which was closed: by a revision while nobody trained, or by restoring a backup"
+        )
     return errors.Fenced(
         f"{_run(command)}: {present}, the call belongs to generation {command.generation}. That generation is over: "
         "its trainers must end, and drop what they have buffered."
@@ -182,7 +192,9 @@ def revisions_changed(command: commands.Open, changes: int) -> errors.LedgerErro
 
 
 def revision_number(command: commands.Revise, newest: int, changes: int) -> errors.LedgerError:
-    present = f"the ledger's newest revision is {newest}" if newest else "the ledger has no revision yet"
+    present = (
+        f"the ledger's newest revision is {newest}" if newest else "the ledger has no revision yet"
+    )
     return errors.LedgerError(
         f"{_run(command)}: {present}, the call's is {command.revision.number}; expected {newest + 1}. The call knows "
         f"of {command.known_changes} changes of the revisions, the ledger has {changes}: one was made or dropped "

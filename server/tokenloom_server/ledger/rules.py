@@ -16,7 +16,14 @@ from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger import commands, records, refusals
 from tokenloom_server.ledger.commands import Command, LeaderCommand
-from tokenloom_server.ledger.records import CommittedState, JournalEntry, Lease, Opening, StoredRevision, StoredSnapshot
+from tokenloom_server.ledger.records import (
+    CommittedState,
+    JournalEntry,
+    Lease,
+    Opening,
+    StoredRevision,
+    StoredSnapshot,
+)
 
 #: Why a command is refused: the error that its caller gets. Nothing is written then.
 Refusal: TypeAlias = TokenloomError
@@ -148,7 +155,10 @@ def refuse_integers(command: Command) -> Refusal | None:
     """Refuses integers that a reader of JSON or Lua cannot hold, whatever the ledger has."""
     match command:
         case commands.Open(committed=committed) | commands.Commit(committed=committed):
-            named = [("sample_index", committed.sample_index), ("total_tokens", committed.total_tokens)]
+            named = [
+                ("sample_index", committed.sample_index),
+                ("total_tokens", committed.total_tokens),
+            ]
             for spec, counters in committed.counters.items():
                 named.append((f"samples of {spec}", counters.samples))
                 named.append((f"rows of {spec}", counters.rows))
@@ -187,7 +197,9 @@ def _refuse_lost_revisions(head: Head, command: LeaderCommand) -> Refusal | None
     return None
 
 
-def _refuse_generation(head: Head, command: commands.ClaimSlot | commands.Commit | commands.Revise) -> Refusal | None:
+def _refuse_generation(
+    head: Head, command: commands.ClaimSlot | commands.Commit | commands.Revise
+) -> Refusal | None:
     if head.generation <= head.closed_generation or head.generation != command.generation:
         return refusals.fenced(command, head.generation)
     return None
@@ -225,7 +237,9 @@ def _import(head: Head | None, command: commands.Import) -> Refusal | Writes:
             return refusals.uid_taken(run.uid, run.stream, run.name, holder)
         if head.lease is not None and (left_s := head.lease.left_s(head.now)):
             return refusals.lease_held(command, head.lease, left_s)
-        if not head.elsewhere or head.elsewhere != command.elsewhere or epoch < head.epoch:  # not the same move again
+        if (
+            not head.elsewhere or head.elsewhere != command.elsewhere or epoch < head.epoch
+        ):  # not the same move again
             refusal = refuse_elsewhere(head.name, head.elsewhere)
             if refusal is not None or not command.replace:
                 return refusal or refusals.is_there(command, head.uid, head.sample_index)
@@ -234,7 +248,12 @@ def _import(head: Head | None, command: commands.Import) -> Refusal | Writes:
     run = replace(run, epoch=epoch + 1, lease=None, elsewhere=command.elsewhere)
     contents = replace(command.contents, run=run)
     if command.from_backup:
-        run = replace(run, epoch=run.epoch + EPOCHS_SINCE_BACKUP, closed_generation=max(generation, closed), pin=None)
+        run = replace(
+            run,
+            epoch=run.epoch + EPOCHS_SINCE_BACKUP,
+            closed_generation=max(generation, closed),
+            pin=None,
+        )
         contents = replace(contents, run=run, slots={})
     created = commands.Create(run.uid, run.stream, run.name, run.record) if head is None else None
     fields: RunFields = {"uid": run.uid} if head is not None and head.uid != run.uid else {}
@@ -247,7 +266,9 @@ def _acquire(head: Head, command: commands.Acquire) -> Refusal | Writes:
         return refusals.lease_held(command, lease, lease.left_s(head.now))
     epoch = max(head.epoch, command.beyond_epoch) + 1
     # That nobody trains (0) is the last word of a server that let its lease go; of a killed one ranks may be back.
-    heard_at = lease.heard_at if lease is not None and (lease.heard_at or not lease.lapses_at) else None
+    heard_at = (
+        lease.heard_at if lease is not None and (lease.heard_at or not lease.lapses_at) else None
+    )
     taken = Lease(
         holder=command.holder,
         acquired_at=head.now,
@@ -266,7 +287,11 @@ def _renew(head: Head, command: commands.Renew) -> Refusal | Writes:
         holder = head.lease.holder if head.lease is not None else None
         return refusals.given_out_twice(head.name, command.epoch, holder)
     lapses_at = head.now + command.lease_s
-    return Writes(lease=replace(head.lease, lapses_at=lapses_at, lasts_s=command.lease_s, heard_at=command.heard_at))
+    return Writes(
+        lease=replace(
+            head.lease, lapses_at=lapses_at, lasts_s=command.lease_s, heard_at=command.heard_at
+        )
+    )
 
 
 def _adopt(head: Head, command: commands.Adopt) -> Refusal | Writes:
@@ -296,13 +321,22 @@ def _open(head: Head, command: commands.Open) -> Refusal | Writes:
         return refusals.revisions_changed(command, changes)
     changes += revision is not None
     return Writes(
-        run={"generation": opening.generation, "opening_mark": mark, "pin": None, "revision_changes": changes},
-        lease=replace(head.lease, heard_at=None) if head.lease else None,  # what was heard is of the one before
+        run={
+            "generation": opening.generation,
+            "opening_mark": mark,
+            "pin": None,
+            "revision_changes": changes,
+        },
+        lease=replace(head.lease, heard_at=None)
+        if head.lease
+        else None,  # what was heard is of the one before
         opening=opening,
         committed=command.committed,
         revision=revision,
         journal_entry=JournalEntry(
-            generation=opening.generation, sample_index=opening.start_index, state=opening.start_state
+            generation=opening.generation,
+            sample_index=opening.start_index,
+            state=opening.start_state,
         ),
     )
 
@@ -325,8 +359,14 @@ def _commit(head: Head, command: commands.Commit) -> Refusal | Writes:
         return refusals.order_mismatch(command, head.digest)
     if _is_committed(head, committed.sample_index):
         return Writes(answer=head.sample_index)
-    entry = JournalEntry(generation=command.generation, sample_index=committed.sample_index, state=committed.state)
-    return Writes(answer=committed.sample_index, committed=committed, journal_entry=entry if command.journal else None)
+    entry = JournalEntry(
+        generation=command.generation, sample_index=committed.sample_index, state=committed.state
+    )
+    return Writes(
+        answer=committed.sample_index,
+        committed=committed,
+        journal_entry=entry if command.journal else None,
+    )
 
 
 def _revise(head: Head, command: commands.Revise) -> Refusal | Writes:
@@ -347,9 +387,13 @@ def _revise(head: Head, command: commands.Revise) -> Refusal | Writes:
 
 def _drop_revisions(head: Head, command: commands.DropRevisions) -> Refusal | Writes:
     changes = head.revision_changes
-    if changes != command.known_changes:  # a repetition: a revision of the same number may be another one by now
+    if (
+        changes != command.known_changes
+    ):  # a repetition: a revision of the same number may be another one by now
         return Writes(answer=changes)
-    return Writes(answer=changes + 1, run={"revision_changes": changes + 1}, drop_revisions=command.number)
+    return Writes(
+        answer=changes + 1, run={"revision_changes": changes + 1}, drop_revisions=command.number
+    )
 
 
 def _save_snapshot(head: Head, command: commands.SaveSnapshot) -> Refusal | Writes:
@@ -364,9 +408,12 @@ def _save_snapshot(head: Head, command: commands.SaveSnapshot) -> Refusal | Writ
 _RULES: dict[type[Command], Callable[[Head, Any], Refusal | Writes]] = {
     commands.Acquire: _acquire,
     commands.Renew: _renew,
-    commands.Release: lambda head, command: Writes(lease=replace(head.lease, lapses_at=0.0) if head.lease else None),
+    commands.Release: lambda head, command: Writes(
+        lease=replace(head.lease, lapses_at=0.0) if head.lease else None
+    ),
     commands.Move: lambda head, command: Writes(
-        run={"elsewhere": command.elsewhere}, lease=replace(head.lease, lapses_at=0.0) if head.lease else None
+        run={"elsewhere": command.elsewhere},
+        lease=replace(head.lease, lapses_at=0.0) if head.lease else None,
     ),
     commands.Adopt: _adopt,
     commands.Open: _open,

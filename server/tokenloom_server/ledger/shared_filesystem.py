@@ -22,7 +22,18 @@ MOUNTS = Path("/proc/self/mountinfo")
 _SHARED = frozenset(
     {
         *("nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "ncpfs", "afs", "coda", "9p", "virtiofs"),
-        *("lustre", "gpfs", "beegfs", "fhgfs", "ceph", "glusterfs", "orangefs", "pvfs2", "panfs", "wekafs"),
+        *(
+            "lustre",
+            "gpfs",
+            "beegfs",
+            "fhgfs",
+            "ceph",
+            "glusterfs",
+            "orangefs",
+            "pvfs2",
+            "panfs",
+            "wekafs",
+        ),
         *("gfs2", "ocfs2", "vboxsf", "vmhgfs", "prl_fs", "drvfs"),
     }
 )

@@ -45,7 +45,9 @@ DELETE FROM journal WHERE id IN (
 class SqliteLedger(Ledger):
     """See ``Ledger``."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] | None = None, reads_only: bool = False) -> None:
+    def __init__(
+        self, path: Path, clock: Callable[[], float] | None = None, reads_only: bool = False
+    ) -> None:
         """``clock``, ``reads_only``: see ``SqliteFile``. Raises ``ConfigError`` for a file that cannot be a ledger, and
         ``LedgerUnavailable``."""
         self._file = SqliteFile(path, clock, LEDGER, reads_only)
@@ -133,13 +135,26 @@ class SqliteLedger(Ledger):
         )
         return created.lastrowid or 0
 
-    def _write(self, connection: sqlite3.Connection, run: int, head: Head, stream: str, writes: Writes) -> None:
+    def _write(
+        self, connection: sqlite3.Connection, run: int, head: Head, stream: str, writes: Writes
+    ) -> None:
         if writes.run:
             sqlite_rows.put_fields(connection, run, writes.run)
         if "uid" in writes.run:
-            connection.execute("DELETE FROM former_uids WHERE uid = ? AND stream = ?", (writes.run["uid"], stream))
-            connection.execute("INSERT INTO former_uids (uid, stream, run) VALUES (?, ?, ?)", (head.uid, stream, run))
-        for record in (writes.lease, writes.opening, writes.revision, writes.snapshot, writes.journal_entry):
+            connection.execute(
+                "DELETE FROM former_uids WHERE uid = ? AND stream = ?", (writes.run["uid"], stream)
+            )
+            connection.execute(
+                "INSERT INTO former_uids (uid, stream, run) VALUES (?, ?, ?)",
+                (head.uid, stream, run),
+            )
+        for record in (
+            writes.lease,
+            writes.opening,
+            writes.revision,
+            writes.snapshot,
+            writes.journal_entry,
+        ):
             if record is not None:
                 put(connection, run, record)
         if writes.opening is not None:
@@ -149,9 +164,14 @@ class SqliteLedger(Ledger):
         if writes.thin_journal:
             connection.execute(_THIN, (run,))
         if writes.slot is not None:
-            connection.execute("INSERT OR REPLACE INTO slots (run, rank, nonce) VALUES (?, ?, ?)", (run, *writes.slot))
+            connection.execute(
+                "INSERT OR REPLACE INTO slots (run, rank, nonce) VALUES (?, ?, ?)",
+                (run, *writes.slot),
+            )
         if writes.drop_revisions is not None:
-            connection.execute("DELETE FROM revisions WHERE run = ? AND number >= ?", (run, writes.drop_revisions))
+            connection.execute(
+                "DELETE FROM revisions WHERE run = ? AND number >= ?", (run, writes.drop_revisions)
+            )
 
     # Runs by name.
 
@@ -177,12 +197,17 @@ class SqliteLedger(Ledger):
 
     def store_faults(self) -> Sequence[str]:
         with self._file.reading() as connection:
-            faults = [line for (line,) in connection.execute("PRAGMA integrity_check") if line != "ok"]
+            faults = [
+                line for (line,) in connection.execute("PRAGMA integrity_check") if line != "ok"
+            ]
             for table in (*sqlite_rows.OF_A_RUN, "former_uids"):
                 query = f"SELECT COUNT(*) FROM {table} WHERE run NOT IN (SELECT id FROM runs)"
                 if count := connection.execute(query).fetchone()[0]:
                     faults.append(f"table {table} has {count} rows of no run")
-        return [f"{fault}. Restore a backup to another file (tokenloom ledger restore)" for fault in faults]
+        return [
+            f"{fault}. Restore a backup to another file (tokenloom ledger restore)"
+            for fault in faults
+        ]
 
     def run_names(self) -> Sequence[tuple[str, str]]:
         with self._file.reading() as connection:
@@ -194,14 +219,19 @@ class SqliteLedger(Ledger):
     def openings(self, uid: str, stream: str) -> Sequence[records.Opening]:
         return self._all(records.Opening, uid, stream, "ORDER BY generation")
 
-    def journal(self, uid: str, stream: str, generation: int, at_most: int) -> records.JournalEntry | None:
+    def journal(
+        self, uid: str, stream: str, generation: int, at_most: int
+    ) -> records.JournalEntry | None:
         newest = "AND generation = ? AND sample_index <= ? ORDER BY sample_index DESC LIMIT 1"
-        return next(iter(self._all(records.JournalEntry, uid, stream, newest, generation, at_most)), None)
+        return next(
+            iter(self._all(records.JournalEntry, uid, stream, newest, generation, at_most)), None
+        )
 
     def journal_size(self, uid: str, stream: str) -> tuple[int, int]:
         with self._file.reading() as connection:
             entries, size_bytes = connection.execute(
-                "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM journal WHERE run = ?", (_run(connection, uid, stream),)
+                "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM journal WHERE run = ?",
+                (_run(connection, uid, stream),),
             ).fetchone()
         return entries, size_bytes
 
@@ -209,7 +239,9 @@ class SqliteLedger(Ledger):
         return self._all(records.StoredRevision, uid, stream, "ORDER BY number")
 
     def snapshots(self, uid: str, stream: str) -> Sequence[records.StoredSnapshot]:
-        return self._all(records.StoredSnapshot, uid, stream, "ORDER BY saved_at DESC, sample_index DESC, id")
+        return self._all(
+            records.StoredSnapshot, uid, stream, "ORDER BY saved_at DESC, sample_index DESC, id"
+        )
 
     def snapshot_count(self, uid: str, stream: str) -> int:
         with self._file.reading() as connection:
@@ -217,9 +249,13 @@ class SqliteLedger(Ledger):
             return int(connection.execute(counted, (_run(connection, uid, stream),)).fetchone()[0])
 
     def snapshot(self, uid: str, stream: str, snapshot_id: str) -> records.StoredSnapshot | None:
-        return next(iter(self._all(records.StoredSnapshot, uid, stream, "AND id = ?", snapshot_id)), None)
+        return next(
+            iter(self._all(records.StoredSnapshot, uid, stream, "AND id = ?", snapshot_id)), None
+        )
 
-    def _all(self, record: type[Record], uid: str, stream: str, which: str, *key: str | int) -> list[Record]:
+    def _all(
+        self, record: type[Record], uid: str, stream: str, which: str, *key: str | int
+    ) -> list[Record]:
         with self._file.reading() as connection:
             return all_of(connection, record, _run(connection, uid, stream), which, *key)
 
@@ -257,16 +293,29 @@ def _items(connection: sqlite3.Connection, run: int, command: Command) -> dict[s
             lease = first_of(connection, records.Lease, run)
             return {"lease": lease, "attempt_generation": one(query, run, opening.attempt)}
         case commands.ClaimSlot(rank=rank):
-            return {"slot_nonce": one("SELECT nonce FROM slots WHERE run = ? AND rank = ?", run, rank)}
+            return {
+                "slot_nonce": one("SELECT nonce FROM slots WHERE run = ? AND rank = ?", run, rank)
+            }
         case commands.SaveSnapshot(snapshot=snapshot):
-            return {"snapshot_text": one("SELECT text FROM snapshots WHERE run = ? AND id = ?", run, snapshot.id)}
+            return {
+                "snapshot_text": one(
+                    "SELECT text FROM snapshots WHERE run = ? AND id = ?", run, snapshot.id
+                )
+            }
         case commands.Adopt(new_uid=new_uid, stream=stream):
             return {"uid_holder": one(_HOLDER, new_uid, stream)}
         case commands.Import(uid=uid, stream=stream):
-            return {"lease": first_of(connection, records.Lease, run), "uid_holder": one(_HOLDER, uid, stream)}
+            return {
+                "lease": first_of(connection, records.Lease, run),
+                "uid_holder": one(_HOLDER, uid, stream),
+            }
         case commands.Revise(revision=revision):
             return {
-                "newest_revision": first_of(connection, records.StoredRevision, run, "ORDER BY number DESC LIMIT 1"),
-                "same_number": first_of(connection, records.StoredRevision, run, "AND number = ?", revision.number),
+                "newest_revision": first_of(
+                    connection, records.StoredRevision, run, "ORDER BY number DESC LIMIT 1"
+                ),
+                "same_number": first_of(
+                    connection, records.StoredRevision, run, "AND number = ?", revision.number
+                ),
             }
     return {}

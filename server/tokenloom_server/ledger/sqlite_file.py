@@ -117,7 +117,9 @@ class SqliteFile:
             )
         if self.path.is_dir():
             name = self._layout.name
-            raise ConfigError(f"The {name} {self.path} is a folder; expected a file. Give another path with --ledger.")
+            raise ConfigError(
+                f"The {name} {self.path} is a folder; expected a file. Give another path with --ledger."
+            )
         # Before anything is written there.
         refuse_shared(self.path)
         file = self.path.resolve()
@@ -145,7 +147,11 @@ class SqliteFile:
         uri = f"{self.path.absolute().as_uri()}?mode={mode}"
         with self._translated():
             self._connection = sqlite3.connect(
-                uri, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False, uri=True
+                uri,
+                timeout=self._busy_timeout_s,
+                isolation_level=None,
+                check_same_thread=False,
+                uri=True,
             )
             self._connection.row_factory = sqlite3.Row
 
@@ -176,7 +182,11 @@ class SqliteFile:
         except OSError:
             return ()
         # A file that is mounted by itself keeps its path when it is deleted.
-        numbers = (number for status in statuses for number in (status.st_dev, status.st_ino, status.st_nlink > 0))
+        numbers = (
+            number
+            for status in statuses
+            for number in (status.st_dev, status.st_ino, status.st_nlink > 0)
+        )
         return (self._reopened, *numbers)
 
     def forget_path(self) -> None:
@@ -301,5 +311,9 @@ def _keep_private(path: Path) -> None:
         with contextlib.suppress(OSError):
             mode = file.stat().st_mode & 0o777
             if mode & 0o077:
-                _log.warning("the ledger's file %s has mode %04o, so others may use it: it is made 0600", file, mode)
+                _log.warning(
+                    "the ledger's file %s has mode %04o, so others may use it: it is made 0600",
+                    file,
+                    mode,
+                )
                 file.chmod(0o600)

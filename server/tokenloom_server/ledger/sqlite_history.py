@@ -35,12 +35,19 @@ class SqliteHistory(HistoryStore):
         self._opened: tuple[SqliteFile, object] | None = None
 
     def write(
-        self, uid: str, stream: str, epoch: int, put: Sequence[HistoryEntry], drop: Sequence[HistoryEntry]
+        self,
+        uid: str,
+        stream: str,
+        epoch: int,
+        put: Sequence[HistoryEntry],
+        drop: Sequence[HistoryEntry],
     ) -> bool:
         with self._file().writing() as connection:
             # Within the transaction: a server that leads since has read this file before, or finds this write in it.
             with self._ledger.reading() as ledger:
-                row = ledger.execute("SELECT epoch FROM runs WHERE uid = ? AND stream = ?", (uid, stream)).fetchone()
+                row = ledger.execute(
+                    "SELECT epoch FROM runs WHERE uid = ? AND stream = ?", (uid, stream)
+                ).fetchone()
             if row is None or row[0] != epoch:
                 return False
             rows = [(uid, stream, *entry) for entry in put]
@@ -60,7 +67,10 @@ class SqliteHistory(HistoryStore):
     def read(self, uid: str, stream: str, wanted: Sequence[HistoryEntry]) -> list[HistoryEntry]:
         query = f"SELECT text FROM history WHERE {_ENTRY}"
         with self._file().reading() as connection:
-            rows = [(entry, connection.execute(query, (uid, stream, *entry[:3])).fetchone()) for entry in wanted]
+            rows = [
+                (entry, connection.execute(query, (uid, stream, *entry[:3])).fetchone())
+                for entry in wanted
+            ]
         return [entry._replace(text=row[0]) for entry, row in rows if row is not None]
 
     def close(self) -> None:

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 from tokenloom_server.ledger import records
 from tokenloom_server.ledger.records import CommittedState, Counters, JournalEntry, Lease, Opening
 
-Record = TypeVar("Record", Lease, Opening, records.StoredRevision, records.StoredSnapshot, JournalEntry)
+Record = TypeVar(
+    "Record", Lease, Opening, records.StoredRevision, records.StoredSnapshot, JournalEntry
+)
 #: Tables whose columns are the fields of a record, beside the run.
 _TABLES: dict[type[Any], str] = {
     Lease: "leases",
@@ -22,7 +24,16 @@ _TABLES: dict[type[Any], str] = {
 }
 
 #: All tables of what a run has.
-OF_A_RUN = ("leases", "openings", "revisions", "snapshots", "committed", "counters", "slots", "journal")
+OF_A_RUN = (
+    "leases",
+    "openings",
+    "revisions",
+    "snapshots",
+    "committed",
+    "counters",
+    "slots",
+    "journal",
+)
 
 BY_NAME = "WHERE name = ? AND stream = ?"
 
@@ -45,7 +56,9 @@ def stored_run(connection: sqlite3.Connection, name: str, stream: str) -> record
     return records.StoredRun(**of_run, opening=opening, lease=lease, **_committed(connection, run))
 
 
-def run_contents(connection: sqlite3.Connection, name: str, stream: str) -> records.RunContents | None:
+def run_contents(
+    connection: sqlite3.Connection, name: str, stream: str
+) -> records.RunContents | None:
     """All of a run; None where there is none of this name."""
     stored = stored_run(connection, name, stream)
     if stored is None:
@@ -54,10 +67,16 @@ def run_contents(connection: sqlite3.Connection, name: str, stream: str) -> reco
     return records.RunContents(
         run=stored,
         openings=all_of(connection, Opening, run, "ORDER BY generation"),
-        slots=dict(connection.execute("SELECT rank, nonce FROM slots WHERE run = ? ORDER BY 1", (run,)).fetchall()),
+        slots=dict(
+            connection.execute(
+                "SELECT rank, nonce FROM slots WHERE run = ? ORDER BY 1", (run,)
+            ).fetchall()
+        ),
         journal=all_of(connection, JournalEntry, run, "ORDER BY generation, sample_index"),
         revisions=all_of(connection, records.StoredRevision, run, "ORDER BY number"),
-        snapshots=all_of(connection, records.StoredSnapshot, run, "ORDER BY saved_at, sample_index, id"),
+        snapshots=all_of(
+            connection, records.StoredSnapshot, run, "ORDER BY saved_at, sample_index, id"
+        ),
     )
 
 
@@ -72,7 +91,9 @@ def put_contents(connection: sqlite3.Connection, run: int, contents: records.Run
     put_fields(connection, run, fields | {"opening_mark": "", "generation": generation})
     if stored.committed is not None:
         put_committed(connection, run, stored.committed, stored.committed_at or 0.0)
-    for record in chain[Any](contents.openings, contents.revisions, contents.snapshots, contents.journal):
+    for record in chain[Any](
+        contents.openings, contents.revisions, contents.snapshots, contents.journal
+    ):
         put(connection, run, record)
     slots = [(run, rank, nonce) for rank, nonce in contents.slots.items()]
     connection.executemany("INSERT INTO slots (run, rank, nonce) VALUES (?, ?, ?)", slots)
@@ -84,13 +105,17 @@ def put_fields(connection: sqlite3.Connection, run: int, fields: Mapping[str, An
     connection.execute(f"UPDATE runs SET {assignments} WHERE id = ?", (*fields.values(), run))
 
 
-def put_committed(connection: sqlite3.Connection, run: int, commit: CommittedState, committed_at: float) -> None:
+def put_committed(
+    connection: sqlite3.Connection, run: int, commit: CommittedState, committed_at: float
+) -> None:
     connection.execute(
         "INSERT OR REPLACE INTO committed (run, sample_index, total_tokens, digest, committed_at, state) "
         "VALUES (?, ?, ?, ?, ?, ?)",
         (run, commit.sample_index, commit.total_tokens, commit.digest, committed_at, commit.state),
     )
-    rows = [(run, spec, each.samples, each.rows, each.tokens) for spec, each in commit.counters.items()]
+    rows = [
+        (run, spec, each.samples, each.rows, each.tokens) for spec, each in commit.counters.items()
+    ]
     connection.executemany(_PUT_COUNTERS, rows)
     (count,) = connection.execute("SELECT COUNT(*) FROM counters WHERE run = ?", (run,)).fetchone()
     if count != len(rows):  # specs that are no longer counted
@@ -111,7 +136,10 @@ def _committed(connection: sqlite3.Connection, run: int) -> dict[str, Any]:
     }
     of_state = dict(row)
     committed_at = of_state.pop("committed_at")
-    return {"committed": CommittedState(**of_state, counters=counters), "committed_at": committed_at}
+    return {
+        "committed": CommittedState(**of_state, counters=counters),
+        "committed_at": committed_at,
+    }
 
 
 def put(
@@ -130,10 +158,14 @@ def put(
     )
 
 
-def all_of(connection: sqlite3.Connection, record: type[Record], run: int, which: str, *key: str | int) -> list[Record]:
+def all_of(
+    connection: sqlite3.Connection, record: type[Record], run: int, which: str, *key: str | int
+) -> list[Record]:
     """A run's records. ``which`` narrows or orders them, by ``key``."""
     columns = ", ".join(field.name for field in fields(record))
-    rows = connection.execute(f"SELECT {columns} FROM {_TABLES[record]} WHERE run = ? {which}", (run, *key))
+    rows = connection.execute(
+        f"SELECT {columns} FROM {_TABLES[record]} WHERE run = ? {which}", (run, *key)
+    )
     return [record(**row) for row in rows]
 
 

@@ -22,10 +22,14 @@ def rescaled(owed: Sequence[int], before: int, weights: Sequence[int]) -> tuple[
     total = sum(weights)
     scaled = [credit * total // before for credit in owed]
     rest = -sum(credit for credit, weight in zip(scaled, weights, strict=True) if weight)
-    return tuple(credit + rest * weight // total for credit, weight in zip(scaled, weights, strict=True))
+    return tuple(
+        credit + rest * weight // total for credit, weight in zip(scaled, weights, strict=True)
+    )
 
 
-def carried(owed: Sequence[int], before: Sequence[int], after: Sequence[int], pick_tokens: int) -> tuple[int, ...]:
+def carried(
+    owed: Sequence[int], before: Sequence[int], after: Sequence[int], pick_tokens: int
+) -> tuple[int, ...]:
     """The credits of a node's children once other weights are in force: shares follow at once.
 
     ``before`` and ``after`` are integer weights by child, 0 for one that gets nothing (paused, out, or new: a new
@@ -45,23 +49,36 @@ def carried(owed: Sequence[int], before: Sequence[int], after: Sequence[int], pi
     return tuple((abs(credit) * pick // most) * (1 if credit > 0 else -1) for credit in scaled)
 
 
-def begun(baseline: str, weights: Sequence[int], tokens: Sequence[int], known: Sequence[bool]) -> list[int]:
+def begun(
+    baseline: str, weights: Sequence[int], tokens: Sequence[int], known: Sequence[bool]
+) -> list[int]:
     """The tokens that each child's balance begins with: its own, and for one that was not ``known`` as many for each
     unit of its weight as its siblings have (``baseline``: the min or mean of these, or zero). A weight of 0 takes no
     part."""
     siblings = [
-        Fraction(own, weight) for own, weight, was in zip(tokens, weights, known, strict=True) if was and weight
+        Fraction(own, weight)
+        for own, weight, was in zip(tokens, weights, known, strict=True)
+        if was and weight
     ]
     start = Fraction(0)
     if siblings and baseline != "zero":
         start = min(siblings) if baseline == "min" else sum(siblings, start) / len(siblings)
-    return [own if was else int(start * weight) for own, weight, was in zip(tokens, weights, known, strict=True)]
+    return [
+        own if was else int(start * weight)
+        for own, weight, was in zip(tokens, weights, known, strict=True)
+    ]
 
 
 def balanced(weights: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...]:
     """What each child is owed of all ``tokens``, in 1/W tokens, where W is the sum of the weights. A balance that is
     too far off to be counted keeps its proportions within what can be: it lasts as long as anyone will train."""
-    whole, total = sum(weights), sum(own for own, weight in zip(tokens, weights, strict=True) if weight)
-    owed = [weight * total - whole * own if weight else 0 for weight, own in zip(weights, tokens, strict=True)]
+    whole, total = (
+        sum(weights),
+        sum(own for own, weight in zip(tokens, weights, strict=True) if weight),
+    )
+    owed = [
+        weight * total - whole * own if weight else 0
+        for weight, own in zip(weights, tokens, strict=True)
+    ]
     most = max(map(abs, owed))
     return tuple(owed if most <= MAX_COUNTER else (credit * MAX_COUNTER // most for credit in owed))

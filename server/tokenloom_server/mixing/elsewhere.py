@@ -27,11 +27,20 @@ class Imported:
 def forked(config: RunConfig, sources: Sequence[SourceState]) -> Nodes:
     """The nodes' states where another run consumed the sources: nobody is owed anything for that."""
     nobody = [0] * len(sources)
-    return _summed(config, sources, nobody, [True] * len(sources), lambda node, sums: policy_of(node).forked(sums))
+    return _summed(
+        config,
+        sources,
+        nobody,
+        [True] * len(sources),
+        lambda node, sums: policy_of(node).forked(sums),
+    )
 
 
 def imported(
-    config: RunConfig, sources: Sequence[SourceState], balances: Sequence[int], known: Sequence[bool]
+    config: RunConfig,
+    sources: Sequence[SourceState],
+    balances: Sequence[int],
+    known: Sequence[bool],
 ) -> Imported:
     """The nodes' states where an older data loader consumed the sources. By source id; ``balances``: the tokens that
     count when it is decided who is owed some; ``known``: whether it read the source at all."""
@@ -64,7 +73,12 @@ def _summed(
             *(
                 visit(child)
                 if isinstance(child, NodeConfig)
-                else (sources[child.id].samples, sources[child.id].tokens, balances[child.id], known[child.id])
+                else (
+                    sources[child.id].samples,
+                    sources[child.id].tokens,
+                    balances[child.id],
+                    known[child.id],
+                )
                 for child in node.children
             ),
             strict=True,

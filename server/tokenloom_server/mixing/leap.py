@@ -98,7 +98,9 @@ class Leaps:
             shares /= shares.sum()
         return shares
 
-    def _length(self, most: int, rooms: _Rooms, run_tokens: int) -> tuple[float, dict[Node, Floats], _Failure]:
+    def _length(
+        self, most: int, rooms: _Rooms, run_tokens: int
+    ) -> tuple[float, dict[Node, Floats], _Failure]:
         """How many picks go by the same means, up to ``most``; the shares over these, and what fails after them."""
         rates, shares = self._shares(0.0, run_tokens)
         horizon = min(node.chooser.horizon(run_tokens, rates[node]) for node in shares)
@@ -106,13 +108,20 @@ class Leaps:
         while True:
             rates, shares = self._shares(length, run_tokens)
             failure = self._next_failure(rates, shares, rooms)
-            limits = [child.room() / rates[child] for node in shares for _, child in node.inner if child in shares]
+            limits = [
+                child.room() / rates[child]
+                for node in shares
+                for _, child in node.inner
+                if child in shares
+            ]
             limit = min([failure.picks, *limits])
             if limit >= length * (1 - 1e-9):
                 return length, shares, failure
             length = limit
 
-    def _shares(self, length: float, run_tokens: int) -> tuple[dict[Node, float], dict[Node, Floats]]:
+    def _shares(
+        self, length: float, run_tokens: int
+    ) -> tuple[dict[Node, float], dict[Node, Floats]]:
         """By node that gets any: its part of the run's next picks, and its children's mean shares of its own."""
         rates, shares = {self._upwards[-1]: 1.0}, {}
         for node in reversed(self._upwards):
@@ -120,10 +129,14 @@ class Leaps:
             if rate:
                 span = Span(run_tokens, length * node.pick_tokens, length * rate)
                 shares[node] = self._pick_shares(node, span)
-                rates |= {child: rate * float(shares[node][position]) for position, child in node.inner}
+                rates |= {
+                    child: rate * float(shares[node][position]) for position, child in node.inner
+                }
         return rates, shares
 
-    def _next_failure(self, rates: Mapping[Node, float], shares: Mapping[Node, Floats], rooms: _Rooms) -> _Failure:
+    def _next_failure(
+        self, rates: Mapping[Node, float], shares: Mapping[Node, Floats], rooms: _Rooms
+    ) -> _Failure:
         first = _Failure(math.inf, self._upwards[-1], 0)
         for node, share in shares.items():
             room = np.array(rooms[node], np.float64)
@@ -133,11 +146,20 @@ class Leaps:
             flows = share > 0
             turns[flows] = (room + 1 - share - self._fractions[node])[flows] / share[flows]
             position = int(turns.argmin())
-            first = min(first, _Failure(max(0.0, turns[position] / rates[node]), node, position), key=lambda f: f.picks)
+            first = min(
+                first,
+                _Failure(max(0.0, turns[position] / rates[node]), node, position),
+                key=lambda f: f.picks,
+            )
         return first
 
     def _give(
-        self, node: Node, picks: int, shares: Mapping[Node, Floats], rooms: _Rooms, by_source: dict[int, int]
+        self,
+        node: Node,
+        picks: int,
+        shares: Mapping[Node, Floats],
+        rooms: _Rooms,
+        by_source: dict[int, int],
     ) -> None:
         """Counts so many picks of a node, here and below."""
         exact = shares[node] * picks + self._fractions[node]

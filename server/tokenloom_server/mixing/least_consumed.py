@@ -117,7 +117,9 @@ class LeastConsumed(OwesTokens):
 
     def imported(self, node: Elsewhere) -> tuple[Sequence[int], Sequence[int] | None]:
         """Balances go on: what each child had there counts, and a new one begins as ``baseline`` says."""
-        weights = [weight if live else 0 for weight, live in zip(node.weights, node.live, strict=True)]
+        weights = [
+            weight if live else 0 for weight, live in zip(node.weights, node.live, strict=True)
+        ]
         balances = begun(node.baseline, weights, node.tokens, node.known)
         return balanced(weights, balances), balances
 
@@ -149,19 +151,25 @@ class LeastConsumedChooser(Chooser):
             self._mark = replace(anchor, totals=totals)
             return
         owed = anchor.credits_at(self._children.balances)
-        self._rebuild(carried(owed, anchor.weights, weights, self._shape.pick_tokens), weights, totals)
+        self._rebuild(
+            carried(owed, anchor.weights, weights, self._shape.pick_tokens), weights, totals
+        )
 
     def weights(self) -> Sequence[int]:
         return self._mark.weights
 
     def _masked(self, weights: Sequence[int]) -> tuple[int, ...]:
-        return tuple(0 if out else weight for weight, out in zip(weights, self._children.out, strict=True))
+        return tuple(
+            0 if out else weight for weight, out in zip(weights, self._children.out, strict=True)
+        )
 
     def _without(self, child: int) -> tuple[Sequence[int], tuple[int, ...]]:
         """The weights once a child is out, and the totals that they are made from, if any."""
         return self._masked(self._mark.weights), ()
 
-    def _rebuild(self, owed: tuple[int, ...], weights: Sequence[int], totals: tuple[int, ...] = ()) -> None:
+    def _rebuild(
+        self, owed: tuple[int, ...], weights: Sequence[int], totals: tuple[int, ...] = ()
+    ) -> None:
         # A weight of 0 freezes the credit of a child that is out.
         weights = self._masked(weights)
         self._mark = _Anchor(owed, tuple(self._children.balances), weights, sum(weights), totals)
@@ -241,7 +249,10 @@ class LeastConsumedChooser(Chooser):
         child = np.repeat(np.arange(len(live)), counts)
         k = np.arange(len(child)) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
         unit = np.array(units, np.int64)[child]
-        whole, rest = np.minimum(k, (_FAR // np.maximum(period_q, 1))[child]) * period_q[child], k * period_r[child]
+        whole, rest = (
+            np.minimum(k, (_FAR // np.maximum(period_q, 1))[child]) * period_q[child],
+            k * period_r[child],
+        )
         due = begin_q[child] + whole + (begin_r[child] + rest + unit - 1) // unit - length
         ends, fractions = np.divmod(end_r[child] + rest, unit)
         ends += end_q[child] + whole
@@ -253,7 +264,9 @@ class LeastConsumedChooser(Chooser):
         if same.any():
             tied = by_deadline[np.append(same, False) | np.insert(same, 0, False)]
             ids = np.array([shape.child_ids[i] for i in live], np.uint64)[child[tied]]
-            picks = np.array([self._children.picks[i] for i in live], np.int64)[child[tied]] + k[tied]
+            picks = (
+                np.array([self._children.picks[i] for i in live], np.int64)[child[tied]] + k[tied]
+            )
             ties[tied] = draws(shape.seed, Purpose.TIE, ids, picks.astype(np.uint64))
             by_deadline = np.lexsort((child, ties, fractions, ends))
         ranks = np.empty(len(child), np.int64)
@@ -263,7 +276,9 @@ class LeastConsumedChooser(Chooser):
         return _Jobs(slots[by_release], ranks[by_release], child[by_deadline])
 
 
-def _by_length(anchor: _Anchor, shape: NodeShape, children: Children, live: Sequence[int]) -> Iterator[int]:
+def _by_length(
+    anchor: _Anchor, shape: NodeShape, children: Children, live: Sequence[int]
+) -> Iterator[int]:
     """The choices from the counters on where picks differ in length, by the same rule: each pick is debited by its own
     length once it is chosen, and of a child that was not chosen none is asked for. Ends after a choice whose length is
     not there."""

@@ -39,7 +39,9 @@ class MixWeights(NamedTuple):
     def expected_after(self, tokens: int) -> tuple[int, ...]:
         """What is expected of each source once all gave so many tokens, in 1/``SHARE_UNIT`` tokens."""
         more = tokens - self.since
-        return tuple(before + share * more for before, share in zip(self.expected, self.shares, strict=True))
+        return tuple(
+            before + share * more for before, share in zip(self.expected, self.shares, strict=True)
+        )
 
 
 #: How the reason of an end begins that is that of the data.
@@ -98,9 +100,14 @@ class Mixer:
         self._upwards: list[Node] = []
 
         def build(node: NodeConfig) -> Node:
-            children = tuple(build(child) if isinstance(child, NodeConfig) else child.id for child in node.children)
+            children = tuple(
+                build(child) if isinstance(child, NodeConfig) else child.id
+                for child in node.children
+            )
             shape, node_states = node_shape(config, node), states_by_node[node.id]
-            self._upwards.append(Node(shape, node, children, node_states, config.pick_samples, lengths))
+            self._upwards.append(
+                Node(shape, node, children, node_states, config.pick_samples, lengths)
+            )
             return self._upwards[-1]
 
         self._config = config
@@ -112,7 +119,9 @@ class Mixer:
         self._totals = Totals(config, self._upwards, size_estimates or {})
         self._balance_at_start = sum(self._root.counters.balances)
         #: What a state has beside the counters, now.
-        self.mix_weights = MixWeights(self._node_weights(), self._shares(), 0, (0,) * len(config.sources))
+        self.mix_weights = MixWeights(
+            self._node_weights(), self._shares(), 0, (0,) * len(config.sources)
+        )
 
     def update_weights(self, pick_index: int, total_tokens: int, rows_picked: RowsPicked) -> int:
         """To be called before each decision, with the run's position in picks: makes weights anew where that is due,
@@ -123,7 +132,11 @@ class Mixer:
         if not self._root.is_over:
             due = not pick_index % UPDATE_PICKS
             self._update(
-                [n for n in self._varying if not n.is_over and (due or not any(n.chooser.weights()))],
+                [
+                    n
+                    for n in self._varying
+                    if not n.is_over and (due or not any(n.chooser.weights()))
+                ],
                 total_tokens,
                 rows_picked,
             )
@@ -132,7 +145,9 @@ class Mixer:
     def decide(self, most: int, pick_index: int, total_tokens: int, stock: Stock) -> Picks:
         """Decides and counts the next picks, up to ``most``: their source ids, one at least; none at the end of data.
         ``pick_index`` and ``total_tokens`` are the run's before them, and ``mix_weights`` hold for all of them."""
-        plan = self.plan(min(most, self.update_weights(pick_index, total_tokens, stock.rows_picked)))
+        plan = self.plan(
+            min(most, self.update_weights(pick_index, total_tokens, stock.rows_picked))
+        )
         nothing = np.flatnonzero(plan == NOTHING)
         #: Of the plan's first picks, how many their sources have.
         available = int(nothing[0]) if len(nothing) else len(plan)
@@ -175,7 +190,10 @@ class Mixer:
                 else (given[child], balances[child])
                 for child in node.children
             ]
-        return tuple(node.states_at(now, below[node]) for node, now in zip(self._nodes, mix_weights.nodes, strict=True))
+        return tuple(
+            node.states_at(now, below[node])
+            for node, now in zip(self._nodes, mix_weights.nodes, strict=True)
+        )
 
     def exhausted(self, mix_weights: MixWeights) -> tuple[bool, ...]:
         """Which sources are out under these weights of this mixer, by source id, as their parents have it."""
@@ -203,7 +221,11 @@ class Mixer:
         root, sources = self._root, self._config.sources
         out = self.exhausted(self.mix_weights)
         if root.waits:
-            left = [of.name for of, gone in zip(sources, out, strict=True) if of.presence == "paused" and not gone]
+            left = [
+                of.name
+                for of, gone in zip(sources, out, strict=True)
+                if of.presence == "paused" and not gone
+            ]
             return f"only paused sources are left: {', '.join(left)}"
         if not root.room():
             if self._config.ends_with_last_phase():
@@ -221,21 +243,27 @@ class Mixer:
         """What is exhausted, by the id of its node and its position there, children before parents."""
         return {
             (node.id, position): Ending(
-                node.config.children[position].name, None if isinstance(child, Node) else child, node.why_out(position)
+                node.config.children[position].name,
+                None if isinstance(child, Node) else child,
+                node.why_out(position),
             )
             for node in self._upwards
             for position, child in enumerate(node.children)
             if node.exhausted[position]
         }
 
-    def leap(self, most: int, left: Sequence[int], total_tokens: int, rows_picked: RowsPicked) -> dict[int, int] | None:
+    def leap(
+        self, most: int, left: Sequence[int], total_tokens: int, rows_picked: RowsPicked
+    ) -> dict[int, int] | None:
         """Decides up to ``most`` picks at once, by each policy's mean shares: how many each source gives, by id; none
         where a child turns out to be out instead. ``left``: the picks that each source has. None where nothing is
         ever out, so that there are no bounds.
 
         Not at the end of data; and no pick is decided one by one after that.
         """
-        self._update([node for node in self._varying if not node.is_over], total_tokens, rows_picked)
+        self._update(
+            [node for node in self._varying if not node.is_over], total_tokens, rows_picked
+        )
         by_source = self._leaps.leap(most, left, total_tokens)
         self._put_in_force(self._tokens())
         return by_source
@@ -284,7 +312,11 @@ class Mixer:
         """Makes the weights of these nodes anew."""
         if not nodes:
             return
-        totals = self._totals.by_node(rows_picked) if any(node.policy.estimates for node in nodes) else {}
+        totals = (
+            self._totals.by_node(rows_picked)
+            if any(node.policy.estimates for node in nodes)
+            else {}
+        )
         before = [node.chooser.weights() for node in nodes]
         for node in nodes:
             node.chooser.update(totals.get(node, ()), total_tokens)
@@ -320,14 +352,18 @@ def initial_nodes(config: RunConfig) -> tuple[tuple[ChildState, ...], ...]:
     return tuple((ChildState(),) * len(node.children) for node in config.nodes)
 
 
-def mixer_at(config: RunConfig, state: State, size_estimates: Mapping[int, TokenCurve] | None = None) -> Mixer:
+def mixer_at(
+    config: RunConfig, state: State, size_estimates: Mapping[int, TokenCurve] | None = None
+) -> Mixer:
     """The mixer that decides what follows a state, with the weights that hold there. ``size_estimates`` as for the
     ``Mixer``."""
     mixer = Mixer(config, state.nodes, size_estimates, clock_offset=state.clock_ahead)
 
     def rows_picked(source: int) -> tuple[int, int]:
         cursor = state.sources[source].cursor
-        return state.sources[source].rows, tokens_in_row(cursor) if config.packing == "concat" else 0
+        return state.sources[source].rows, tokens_in_row(
+            cursor
+        ) if config.packing == "concat" else 0
 
     # Those that a state has stay, also where the next pick makes others: only what has none yet makes some.
     mixer.update_weights(1, state.total_tokens, rows_picked)

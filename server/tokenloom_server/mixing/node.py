@@ -73,7 +73,9 @@ class Node:
         self._states = tuple(states)
         if pick_samples > 1:
             states = [
-                replace(child, samples=child.samples // pick_samples, total=child.total // pick_samples)
+                replace(
+                    child, samples=child.samples // pick_samples, total=child.total // pick_samples
+                )
                 for child in states
             ]
         tokens = [child.tokens for child in states]
@@ -93,7 +95,9 @@ class Node:
         #: By source id.
         self._lengths = lengths
         self.pick_tokens = shape.pick_tokens
-        self._leaves = np.array([NOTHING if isinstance(child, Node) else child for child in children], np.int32)
+        self._leaves = np.array(
+            [NOTHING if isinstance(child, Node) else child for child in children], np.int32
+        )
         self.inner = [(i, child) for i, child in enumerate(children) if isinstance(child, Node)]
         # Of leaves: a node knows its own.
         self._limited = {
@@ -102,7 +106,9 @@ class Node:
             if of.max_tokens is not None and not isinstance(of, NodeConfig)
         }
         self._ends = [_ends_node(child, config) for child in config.children]
-        self._stopped = any(out and ends for out, ends in zip(self.exhausted, self._ends, strict=True))
+        self._stopped = any(
+            out and ends for out, ends in zip(self.exhausted, self._ends, strict=True)
+        )
         self._live = self.counters.out.count(False)
         self.chooser = self.policy.chooser(NodeStart(shape, self.counters, states))
 
@@ -120,7 +126,9 @@ class Node:
         """Whether a child that is not at its end is paused, or waits itself."""
         return any(
             not exhausted and (of.presence == "paused" or (of.presence == "live" and out))
-            for exhausted, out, of in zip(self.exhausted, self.counters.out, self.config.children, strict=True)
+            for exhausted, out, of in zip(
+                self.exhausted, self.counters.out, self.config.children, strict=True
+            )
         )
 
     def nodes(self) -> Iterator[Node]:
@@ -159,7 +167,9 @@ class Node:
         of_child: dict[int, Iterator[int]] = {}
         for position in islice(self.chooser.choices(), 0 if self.is_over else self.room()):
             if position not in of_child:
-                of_child[position] = islice(self.counters.lengths[position](), self.leaf_room(position))
+                of_child[position] = islice(
+                    self.counters.lengths[position](), self.leaf_room(position)
+                )
             length = next(of_child[position], None)
             if length is None:
                 return
@@ -197,17 +207,27 @@ class Node:
     def weights(self) -> NodeWeights:
         return NodeWeights(tuple(self.exhausted), self.chooser.mark)
 
-    def states_at(self, weights: NodeWeights, below: Sequence[tuple[int, int]]) -> tuple[ChildState, ...]:
+    def states_at(
+        self, weights: NodeWeights, below: Sequence[tuple[int, int]]
+    ) -> tuple[ChildState, ...]:
         """The children's states under these weights. ``below``: how many samples each gave since the node was built,
         and its balance."""
         counts, balances = zip(*below, strict=True)
         pick = self._pick_samples
         samples = [was.samples + more for was, more in zip(self._states, counts, strict=True)]
-        tokens = [was.tokens + more * self.pick_tokens // pick for was, more in zip(self._states, counts, strict=True)]
+        tokens = [
+            was.tokens + more * self.pick_tokens // pick
+            for was, more in zip(self._states, counts, strict=True)
+        ]
         return tuple(
             ChildState(own, own_tokens, credit, exhausted, weight, total * pick)
             for own, own_tokens, credit, exhausted, (weight, total) in zip(
-                samples, tokens, weights.mark.credits_at(balances), weights.exhausted, weights.mark.made(), strict=True
+                samples,
+                tokens,
+                weights.mark.credits_at(balances),
+                weights.exhausted,
+                weights.mark.made(),
+                strict=True,
             )
         )
 
@@ -215,19 +235,27 @@ class Node:
         """How many more picks its own ``max_tokens`` allow."""
         if self.config.max_tokens is None:
             return MAX_COUNTER
-        return max(0, self.config.max_tokens - self.given_before - sum(self.counters.tokens)) // self.pick_tokens
+        return (
+            max(0, self.config.max_tokens - self.given_before - sum(self.counters.tokens))
+            // self.pick_tokens
+        )
 
     def leaf_room(self, position: int) -> int:
         """How many more picks a leaf's ``max_tokens`` allow."""
         most = self._limited.get(position)
-        return MAX_COUNTER if most is None else max(0, most - self.counters.tokens[position]) // self.pick_tokens
+        return (
+            MAX_COUNTER
+            if most is None
+            else max(0, most - self.counters.tokens[position]) // self.pick_tokens
+        )
 
     def reached(self) -> list[str]:
         """The children that are out because they had their ``max_tokens``, by name."""
         return [
             of.name
             for i, (of, child) in enumerate(zip(self.config.children, self.children, strict=True))
-            if self.exhausted[i] and not (child.room() if isinstance(child, Node) else self.leaf_room(i))
+            if self.exhausted[i]
+            and not (child.room() if isinstance(child, Node) else self.leaf_room(i))
         ]
 
     def why_out(self, position: int) -> str:

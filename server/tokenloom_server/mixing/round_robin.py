@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenloom_server.mixing.policy import Choices, Chooser, Elsewhere, NodeChange, NodeStart, Policy
+from tokenloom_server.mixing.policy import (
+    Choices,
+    Chooser,
+    Elsewhere,
+    NodeChange,
+    NodeStart,
+    Policy,
+)
 
 
 class RoundRobin(Policy):
@@ -65,4 +72,7 @@ def levelled(
     joins = [now and not was for was, now in zip(before, after, strict=True)]
     stay = [turn for turn, was, now in zip(turns, before, after, strict=True) if was and now]
     level = max(stay or [turn for turn, new in zip(turns, joins, strict=True) if new], default=0)
-    return tuple(level - taken if new else credit for taken, credit, new in zip(picks, joined, joins, strict=True))
+    return tuple(
+        level - taken if new else credit
+        for taken, credit, new in zip(picks, joined, joins, strict=True)
+    )

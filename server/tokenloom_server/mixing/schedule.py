@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from tokenloom_server.config.catalog import FileWeight
-from tokenloom_server.mixing.policy import Chooser, Floats, NodeStart, Points, Span, normal, points_of
+from tokenloom_server.mixing.policy import (
+    Chooser,
+    Floats,
+    NodeStart,
+    Points,
+    Span,
+    normal,
+    points_of,
+)
 from tokenloom_server.mixing.varying import Varying, VaryingChooser
 from tokenloom_server.mixing.weights import whole
 
@@ -56,7 +64,10 @@ class WeightCurve:
 
     def weights(self, tokens: int) -> list[int]:
         """Integers in proportion, by child; 0 only where a weight is 0."""
-        return [self._between(edges, own, tokens) for edges, own in zip(self._tokens, self._weights, strict=True)]
+        return [
+            self._between(edges, own, tokens)
+            for edges, own in zip(self._tokens, self._weights, strict=True)
+        ]
 
     def straight(self, tokens: int) -> float:
         """Up to how many tokens later a mean may be taken at once: not across a point, nor over much of a slope."""
@@ -65,7 +76,10 @@ class WeightCurve:
         if passed == len(edges):
             return math.inf
         slope = self._linear and passed > 0
-        return min(edges[passed] - tokens, (edges[passed] - edges[passed - 1]) / _SLOPE_STEPS if slope else math.inf)
+        return min(
+            edges[passed] - tokens,
+            (edges[passed] - edges[passed - 1]) / _SLOPE_STEPS if slope else math.inf,
+        )
 
     def _between(self, edges: Sequence[int], weights: Sequence[int], tokens: int) -> int:
         passed = bisect_right(edges, tokens)
@@ -91,7 +105,9 @@ class ScheduleChooser(VaryingChooser):
     def mean_shares(self, span: Span) -> Floats:
         shares = np.zeros(len(self._children.out))
         for place, part in _MEAN:
-            shares += part * normal(self._made(self._curve.weights(round(span.begin + place * span.tokens))))
+            shares += part * normal(
+                self._made(self._curve.weights(round(span.begin + place * span.tokens)))
+            )
         return shares
 
     def horizon(self, run_tokens: int, rate: float) -> float:
@@ -110,4 +126,9 @@ def _is_above_0(points: Points, tokens: int, interpolate: str) -> bool:
     if before[-1] > 0 or interpolate == "step":
         return before[-1] > 0
     after = [weight for edge, weight in points if edge > tokens]
-    return points[0][0] <= tokens and tokens not in [edge for edge, _ in points] and bool(after) and after[0] > 0
+    return (
+        points[0][0] <= tokens
+        and tokens not in [edge for edge, _ in points]
+        and bool(after)
+        and after[0] > 0
+    )

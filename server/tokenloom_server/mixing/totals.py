@@ -50,7 +50,9 @@ def rows_of(epoch_rows: int, epochs: float) -> int:
 class Totals:
     """The totals of all children from which a policy makes an estimate."""
 
-    def __init__(self, config: RunConfig, upwards: Sequence[Node], size_estimates: Mapping[int, TokenCurve]) -> None:
+    def __init__(
+        self, config: RunConfig, upwards: Sequence[Node], size_estimates: Mapping[int, TokenCurve]
+    ) -> None:
         """``upwards``: all nodes, children before parents. ``size_estimates``: those of the sources in
         ``RunConfig.measured_sources``, by id."""
         estimated = {below for node in upwards if node.policy.estimates for below in node.nodes()}
@@ -82,7 +84,9 @@ class Totals:
             curve = self._size_estimates[source] if source in config.measured_sources else None
             self._sources[source] = SourceTotal(
                 curve=curve,
-                end=curve.tokens_before(rows_of(curve.epoch_rows, config.epochs[source])) if curve is not None else 0,
+                end=curve.tokens_before(rows_of(curve.epoch_rows, config.epochs[source]))
+                if curve is not None
+                else 0,
                 max_tokens=config.sources[source].max_tokens,
                 pick_tokens=config.pick_tokens,
             )

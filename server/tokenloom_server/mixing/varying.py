@@ -88,7 +88,10 @@ class EstimatingChooser(VaryingChooser):
     def mean_shares(self, span: Span) -> Floats:
         # Those in the middle of the span.
         shares = super().mean_shares(span)
-        picks = [own + round(span.picks / 2 * share) for own, share in zip(self._children.picks, shares, strict=True)]
+        picks = [
+            own + round(span.picks / 2 * share)
+            for own, share in zip(self._children.picks, shares, strict=True)
+        ]
         return normal(self._made(self._mark.totals, picks))
 
     def horizon(self, run_tokens: int, rate: float) -> float:
@@ -111,5 +114,7 @@ class EstimatingChooser(VaryingChooser):
             # The picks to come are as long as those that were given, on average.
             for i, (remaining, total, _) in left.items():
                 length = children.balances[i] or self._shape.pick_tokens
-                left[i] = Left(remaining, total, max(1, remaining * length // (children.picks[i] or 1)))
+                left[i] = Left(
+                    remaining, total, max(1, remaining * length // (children.picks[i] or 1))
+                )
         return self._of_live(self._rule(list(left.values())))

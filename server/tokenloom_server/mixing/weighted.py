@@ -40,7 +40,9 @@ class WeightedChooser(Chooser):
     def choose(self, retry: int) -> int:
         if not retry:
             return super().choose(retry)
-        number = draw(self._shape.seed, Purpose.CHOICE, self._shape.node_id, sum(self._children.picks), retry)
+        number = draw(
+            self._shape.seed, Purpose.CHOICE, self._shape.node_id, sum(self._children.picks), retry
+        )
         return self._child_at(number * self._cumulative[-1] >> 64)
 
     def lost(self, child: int) -> None:
@@ -48,7 +50,10 @@ class WeightedChooser(Chooser):
         self._rebuild()
 
     def weights(self) -> Sequence[int]:
-        return [0 if out else own for own, out in zip(self._shape.weights, self._children.out, strict=True)]
+        return [
+            0 if out else own
+            for own, out in zip(self._shape.weights, self._children.out, strict=True)
+        ]
 
     def _child_at(self, point: int) -> int:
         return self._live[bisect_right(self._cumulative, point)]

@@ -51,17 +51,27 @@ class BatchPlans:
         """The plans of a batch schedule from a sample index on, at which the run has had ``start_tokens`` tokens.
         ``group_micro_steps`` gives the micro-steps of a group for a batch size."""
         starts = schedule.starts(
-            sample_tokens=sample_tokens, world_size=world_size, start_index=start_index, start_tokens=start_tokens
+            sample_tokens=sample_tokens,
+            world_size=world_size,
+            start_index=start_index,
+            start_tokens=start_tokens,
         )
-        return cls._of([(index, size, group_micro_steps(size)) for index, size in starts], world_size, schedule)
+        return cls._of(
+            [(index, size, group_micro_steps(size)) for index, size in starts], world_size, schedule
+        )
 
     @classmethod
-    def _of(cls, parts: Sequence[tuple[int, int, int]], world_size: int, schedule: BatchSchedule) -> BatchPlans:
+    def _of(
+        cls, parts: Sequence[tuple[int, int, int]], world_size: int, schedule: BatchSchedule
+    ) -> BatchPlans:
         """``parts``: sample index, batch size and micro-steps between boundaries."""
         plans: list[BatchPlan] = []
         for index, size, group_micro_steps in parts:
             plan = BatchPlan(
-                start_index=index, world_size=world_size, batch_size=size, group_micro_steps=group_micro_steps
+                start_index=index,
+                world_size=world_size,
+                batch_size=size,
+                group_micro_steps=group_micro_steps,
             )
             if plans:
                 before = plans[-1]
@@ -89,7 +99,9 @@ class BatchPlans:
             return cls.constant(first)
         fields = json.loads(text)
         sizes = tuple((tokens, size) for tokens, size in fields["batch_sizes"])
-        parts = [(index, size, group_micro_steps) for index, size, group_micro_steps in fields["plans"]]
+        parts = [
+            (index, size, group_micro_steps) for index, size, group_micro_steps in fields["plans"]
+        ]
         return cls._of(parts, first.world_size, BatchSchedule(sizes, fields["accumulate"]))
 
     # Where a micro-step lies.

@@ -29,7 +29,14 @@ from tokenloom_server.order.run_engine import chosen_engine, recorded_engine
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import gap_warning
-from tokenloom_server.sources.manifest import Listings, Manifest, SourceFiles, appeared, build, verify
+from tokenloom_server.sources.manifest import (
+    Listings,
+    Manifest,
+    SourceFiles,
+    appeared,
+    build,
+    verify,
+)
 from tokenloom_server.sources.scheme import order_warning
 from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer
 from tokenloom_server.tokenizer.files import tokenizer_files
@@ -54,10 +61,14 @@ def create(
     manifest = build([source.spec for _, source in config.named_sources()], base_dir)
     resources.check_files(manifest)
     # Only now: what a run recorded is what it has.
-    resources.io_stats.warning = "; ".join(filter(None, (gap_warning(s.spec, s.shards) for s in manifest.sources)))
+    resources.io_stats.warning = "; ".join(
+        filter(None, (gap_warning(s.spec, s.shards) for s in manifest.sources))
+    )
     manifest = resources.with_code(manifest, [source for _, source in config.named_sources()])
     definition = _find_tokenizer(config, base_dir)
-    choice = chosen_engine(config, resources, manifest, definition) if config.batching is None else None
+    choice = (
+        chosen_engine(config, resources, manifest, definition) if config.batching is None else None
+    )
     record = RunRecord(
         config=config,
         manifest=manifest,
@@ -75,7 +86,11 @@ def create(
 
 
 def load(
-    config: RunConfig, base_dir: Path, index_dir: Path | None, record: str, roots: DataRoots | None = None
+    config: RunConfig,
+    base_dir: Path,
+    index_dir: Path | None,
+    record: str,
+    roots: DataRoots | None = None,
 ) -> PipelineFactory:
     """A run that the ledger has, from its record (``RunRecord.to_json``).
 
@@ -96,7 +111,10 @@ def load(
     for path in appeared(manifest, base_dir, listings):
         _log.warning("%s: %s appeared after the run began and is not read", config.run, path)
     definition = _find_tokenizer(config, base_dir)
-    tokenizer, engine = recorded["tokenizer"], recorded_engine(recorded, config, resources, manifest, definition)
+    tokenizer, engine = (
+        recorded["tokenizer"],
+        recorded_engine(recorded, config, resources, manifest, definition),
+    )
     loaded = RunRecord(
         config=config,
         manifest=manifest,
@@ -143,14 +161,21 @@ def under(
         tuple(
             SourceFiles(source.spec, tuple(more))
             for source in manifest.sources
-            if (more := [shard for shard in source.shards if shard not in known_files.get(source.spec, ())])
+            if (
+                more := [
+                    shard
+                    for shard in source.shards
+                    if shard not in known_files.get(source.spec, ())
+                ]
+            )
         ),
         manifest.plugins,
     )
     verify_files(before, new_files)
     manifest = before.resources.with_code(manifest, config.sources)
     file_counts = {
-        i: old.earlier_file_counts.get(i, frozenset()) | {len(shards)} for i, shards in enumerate(old.shards)
+        i: old.earlier_file_counts.get(i, frozenset()) | {len(shards)}
+        for i, shards in enumerate(old.shards)
     }
     grown = [source.spec for source in new_files.sources]
     record = replace(
@@ -159,7 +184,9 @@ def under(
         manifest=manifest,
         excluded=excluded,
         size_estimates={},
-        phase_estimates={spec: one for spec, one in old.phase_estimates.items() if spec not in grown},
+        phase_estimates={
+            spec: one for spec, one in old.phase_estimates.items() if spec not in grown
+        },
         earlier_file_counts=file_counts,
     )
     factory = before.with_record(record)
@@ -176,7 +203,9 @@ def under(
     _refuse_new_text(factory, old)
     factory.readers.make_buckets()
     ahead, by_phase = record.phase_estimates, enumerate(record.specs)
-    known = {i: ahead[spec] for i, spec in by_phase if spec in ahead and i in config.measured_sources}
+    known = {
+        i: ahead[spec] for i, spec in by_phase if spec in ahead and i in config.measured_sources
+    }
     known |= {i: one for i, one in old.size_estimates.items() if record.shards[i] == old.shards[i]}
     return _with_estimates(factory, {**known, **size_estimates})
 
@@ -218,7 +247,9 @@ def stream_files(resources: RunResources, name: str, mixture: NodeConfig) -> Man
     """The files of a stream that has a mixture of its own, as they are now. Raises what ``create`` does."""
     sources = RunConfig.sources_of(mixture)
     for source in sources:
-        resources.roots.check_pattern(f"streams.{name}: {source.source}", resources.base_dir, source.spec.place)
+        resources.roots.check_pattern(
+            f"streams.{name}: {source.source}", resources.base_dir, source.spec.place
+        )
     manifest = build([source.spec for source in sources], resources.base_dir)
     resources.check_files(manifest)
     return resources.with_code(manifest, sources)
@@ -254,17 +285,25 @@ def warnings(factory: PipelineFactory) -> list[str]:
     phases = record.config.phases
     if phases and phases[0].mixture is not None:
         unused = "mixture: is never in force, for phases.0 begins with the first token and has one of its own"
-        warned.append(f"{unused}; leave that one out, and write at the top what the run begins with")
+        warned.append(
+            f"{unused}; leave that one out, and write at the top what the run begins with"
+        )
     return [text for text in (*warned, factory.resources.io_stats.warning) if text]
 
 
 def moves_parts(before: float, now: float) -> bool:
     """Whether another number of epochs has or had a last one of which only a part is read."""
-    return before != now and not all(math.isinf(epochs) or float(epochs).is_integer() for epochs in (before, now))
+    return before != now and not all(
+        math.isinf(epochs) or float(epochs).is_integer() for epochs in (before, now)
+    )
 
 
 def _find_tokenizer(config: RunConfig, base_dir: Path) -> TokenizerDefinition | None:
-    return find_tokenizer(config.tokenizer, base_dir, chat=config.has_chats) if config.tokenizer is not None else None
+    return (
+        find_tokenizer(config.tokenizer, base_dir, chat=config.has_chats)
+        if config.tokenizer is not None
+        else None
+    )
 
 
 def _with_estimates(factory: PipelineFactory, known: Mapping[int, TokenCurve]) -> PipelineFactory:
@@ -294,8 +333,14 @@ def _refuse_moved_parts(old: RunConfig, new: RunConfig) -> None:
         if source.presence == "dropped" or not moves_parts(before, now):
             continue
         for applies, reason in (
-            (new.packing == "best_fit", "with packing: best_fit a window of rows that has begun cannot end elsewhere"),
-            (source.lanes > 1, f"its {source.lanes} lanes share the rows of an epoch, and have begun on their parts"),
+            (
+                new.packing == "best_fit",
+                "with packing: best_fit a window of rows that has begun cannot end elsewhere",
+            ),
+            (
+                source.lanes > 1,
+                f"its {source.lanes} lanes share the rows of an epoch, and have begun on their parts",
+            ),
         ):
             if applies:
                 raise ConfigError(

@@ -19,7 +19,11 @@ _Key = tuple[int, tuple[type, int]]
 
 
 def carry(
-    state: State, old: RunConfig, new: RunConfig, grown: Sequence[int] = (), returning: Sequence[Returning] = ()
+    state: State,
+    old: RunConfig,
+    new: RunConfig,
+    grown: Sequence[int] = (),
+    returning: Sequence[Returning] = (),
 ) -> State:
     """The state at a sample index, as the config that is in force from there on has it.
 
@@ -33,7 +37,9 @@ def carry(
         # A state of another line may know nothing of it, and there it is new.
         if not one.entry or one.entry in state.preserved:
             sources[one.source] = one.carried(sources[one.source])
-    preserved = tuple(entry for entry in state.preserved if entry not in [one.entry for one in returning])
+    preserved = tuple(
+        entry for entry in state.preserved if entry not in [one.entry for one in returning]
+    )
     before = {
         (node.id, child_key(child)): child_state
         for node, children in zip(old.nodes, state.nodes, strict=True)
@@ -47,7 +53,9 @@ def carry(
         for node in old.nodes
         for child, weight in zip(node.children, in_force[node.id], strict=True)
     }
-    new_weights = Mixer(new, [counted[node.id] for node in new.nodes], clock_offset=state.clock_ahead).weights()
+    new_weights = Mixer(
+        new, [counted[node.id] for node in new.nodes], clock_offset=state.clock_ahead
+    ).weights()
     nodes = []
     for node in new.nodes:
         keys = [(node.id, child_key(child)) for child in node.children]
@@ -67,7 +75,9 @@ def carry(
     return replace(state, sources=tuple(sources), nodes=tuple(nodes), preserved=preserved)
 
 
-def _carried(state: State, old: RunConfig, new: RunConfig, source: int, grown: Sequence[int]) -> SourceState:
+def _carried(
+    state: State, old: RunConfig, new: RunConfig, source: int, grown: Sequence[int]
+) -> SourceState:
     known = state.sources[source] if source < len(old.sources) else SourceState()
     if known.exhausted and (source in grown or _may_give_more(old, new, source)):
         known = replace(known, exhausted=False, dropped_tokens=0)

@@ -63,7 +63,9 @@ def describe(path: str, base_dir: Path) -> ExclusionFile:
         raise ConfigError(
             f"exclude.file: {path!r} cannot be read ({reason(error)}); the path is this server's"
         ) from None
-    return ExclusionFile(path, hashlib.sha256(data).hexdigest(), _table(path, base_dir / path).num_rows)
+    return ExclusionFile(
+        path, hashlib.sha256(data).hexdigest(), _table(path, base_dir / path).num_rows
+    )
 
 
 def load(files: Iterable[ExclusionFile], base_dir: Path, sources: NamedSources) -> Exclusions:
@@ -87,11 +89,18 @@ def load(files: Iterable[ExclusionFile], base_dir: Path, sources: NamedSources) 
 def joined(first: Exclusions, second: Exclusions) -> Exclusions:
     """The rows of both."""
     every = (first, second)
-    parts = [((spec, i), rows) for each in every for spec in each.rows for i, rows in each.of(spec).items()]
+    parts = [
+        ((spec, i), rows)
+        for each in every
+        for spec in each.rows
+        for i, rows in each.of(spec).items()
+    ]
     return _merged(first.files + second.files, parts)
 
 
-def _merged(files: tuple[ExclusionFile, ...], parts: Iterable[tuple[tuple[str, int], _Rows]]) -> Exclusions:
+def _merged(
+    files: tuple[ExclusionFile, ...], parts: Iterable[tuple[tuple[str, int], _Rows]]
+) -> Exclusions:
     by_spec: dict[str, dict[int, _Rows]] = {}
     for (spec, shard), rows in parts:
         shards = by_spec.setdefault(spec, {})
@@ -101,7 +110,9 @@ def _merged(files: tuple[ExclusionFile, ...], parts: Iterable[tuple[tuple[str, i
 
 def _table(path: str, local: Path) -> pa.Table:
     try:
-        table = pyarrow.csv.read_csv(local) if path.endswith(".csv") else pyarrow.json.read_json(local)
+        table = (
+            pyarrow.csv.read_csv(local) if path.endswith(".csv") else pyarrow.json.read_json(local)
+        )
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(
             f"{path!r} cannot be read as {'CSV' if path.endswith('.csv') else 'JSON lines'}: {error}"
@@ -114,7 +125,9 @@ def _table(path: str, local: Path) -> pa.Table:
         )
     for name, expected in zip(_COLUMNS, (pa.string(), pa.string(), pa.int64()), strict=True):
         column = table[name]
-        if column.null_count or not (column.type == expected or (pa.types.is_large_string(column.type))):
+        if column.null_count or not (
+            column.type == expected or (pa.types.is_large_string(column.type))
+        ):
             raise ConfigError(
                 f"{path!r}: column {name} holds {column.type} (nulls: {column.null_count}), expected {expected}"
             )
@@ -125,12 +138,16 @@ def _table(path: str, local: Path) -> pa.Table:
     return table
 
 
-def _by_shard(path: str, table: pa.Table, sources: NamedSources) -> Iterator[tuple[tuple[str, int], _Rows]]:
+def _by_shard(
+    path: str, table: pa.Table, sources: NamedSources
+) -> Iterator[tuple[tuple[str, int], _Rows]]:
     groups = table.group_by(["spec", "shard"], use_threads=False).aggregate([("row", "list")])
     columns = (groups["spec"].to_pylist(), groups["shard"].to_pylist(), groups["row_list"])
     for name, shard, rows in zip(*columns, strict=True):
         if name not in sources:
-            raise ConfigError(f"{path!r}: the mixture has no source {name!r}; it has {', '.join(sorted(sources))}")
+            raise ConfigError(
+                f"{path!r}: the mixture has no source {name!r}; it has {', '.join(sorted(sources))}"
+            )
         spec, paths = sources[name]
         if shard not in paths:
             raise ConfigError(

@@ -37,7 +37,13 @@ from tokenloom_server.tokenizer.engine import TokenizersEngine
 from tokenloom_server.tokenizer.masked import MaskedEncoder
 from tokenloom_server.workers.chats import ChatEncoder
 from tokenloom_server.workers.crash_guard import CrashGuard, EngineDescription
-from tokenloom_server.workers.threads import OPENING_THREADS, LazyPacker, Pools, ReadAhead, block_threads
+from tokenloom_server.workers.threads import (
+    OPENING_THREADS,
+    LazyPacker,
+    Pools,
+    ReadAhead,
+    block_threads,
+)
 from tokenloom_server.workers.transformed import TransformEncoder
 
 #: Texts of a source that are encoded together, about, and of all sources: what lies ready in tokens has half of it,
@@ -81,7 +87,9 @@ class PipelineFactory:
         """The state before sample 0."""
         return initial_state(self.config)
 
-    def pipeline(self, state: State, *, ahead: bool = False, switches: Sequence[Switch] = ()) -> Pipeline:
+    def pipeline(
+        self, state: State, *, ahead: bool = False, switches: Sequence[Switch] = ()
+    ) -> Pipeline:
         """A new pipeline that goes on from a state. Opens files only as they are read. ``ahead``: blocks of text
         are made in the background before they are asked for, so that sources are tokenised side by side."""
         return Pipeline(
@@ -112,7 +120,10 @@ class PipelineFactory:
         """What makes the packers of one pipeline."""
         if self.config.batching is not None:
             return self._bucket_packer
-        has_engine, readers = self.resources.engine(self.record) is not None, self.resources.readers if ahead else None
+        has_engine, readers = (
+            self.resources.engine(self.record) is not None,
+            self.resources.readers if ahead else None,
+        )
         remote = [any(is_remote(shard.path) for shard in shards) for shards in self.record.shards]
         # Those of one pipeline, and gone with it.
         pools = None
@@ -125,12 +136,19 @@ class PipelineFactory:
         def packer(source_id: int, source_state: SourceState) -> Packer:
             if remote[source_id]:
                 return LazyPacker(
-                    lambda: self._packer(source_id, source_state, self.readers.open(source_id), readers), pools
+                    lambda: self._packer(
+                        source_id, source_state, self.readers.open(source_id), readers
+                    ),
+                    pools,
                 )
             reader = self.readers.open(source_id)
             packed = self._packer(source_id, source_state, reader, readers)
             # Ids of local files are read so fast that a second thread would only cost memory.
-            return ReadAhead(packed, pools.blocks) if pools and reader.content is Content.TEXT else packed
+            return (
+                ReadAhead(packed, pools.blocks)
+                if pools and reader.content is Content.TEXT
+                else packed
+            )
 
         return packer
 
@@ -150,11 +168,15 @@ class PipelineFactory:
         """A factory with which each text is encoded in a process of its own, which may die of it."""
         return PipelineFactory(self.record, self.resources, apart=True)
 
-    def documents(self, source_id: int, reader: Source | None = None, *, joined: bool = True) -> Documents:
+    def documents(
+        self, source_id: int, reader: Source | None = None, *, joined: bool = True
+    ) -> Documents:
         """A source's documents as tokens, just as a pipeline reads them; not ``joined``: a piece of text at a time."""
         return self._documents(source_id, reader or self.readers.open(source_id), joined=joined)
 
-    def all_rows(self, kind: type[_Documents], source_id: int, reader: Source, *, joined: bool) -> _Documents:
+    def all_rows(
+        self, kind: type[_Documents], source_id: int, reader: Source, *, joined: bool
+    ) -> _Documents:
         """The rows of a source's files as tokens, file by file: none left out or rearranged, any number of them bad."""
         source = self.config.sources[source_id]
         return kind(
@@ -208,7 +230,10 @@ class PipelineFactory:
         lanes = self.config.sources[source_id].lanes
         if lanes == 1:
             return self._lane(source_id, state, reader, readers)
-        packers = [self._lane(source_id, lane_state(state, i), reader, readers, (i, lanes)) for i in range(lanes)]
+        packers = [
+            self._lane(source_id, lane_state(state, i), reader, readers, (i, lanes))
+            for i in range(lanes)
+        ]
         return LanesPacker(packers, state)
 
     def _lane(
@@ -220,7 +245,9 @@ class PipelineFactory:
         lane: tuple[int, int] = (0, 1),
     ) -> DocumentPacker:
         config = self.config
-        documents = self._documents(source_id, reader, state.row_counts.bad_rows, lane, readers=readers)
+        documents = self._documents(
+            source_id, reader, state.row_counts.bad_rows, lane, readers=readers
+        )
         match config.packing:
             case "concat":
                 return ConcatPacker(
@@ -243,7 +270,11 @@ class PipelineFactory:
                 )
             case "none":
                 return UnpackedPacker(
-                    documents, state, source_id=source_id, form=self.form, splits=config.long_rows == "split"
+                    documents,
+                    state,
+                    source_id=source_id,
+                    form=self.form,
+                    splits=config.long_rows == "split",
                 )
 
     def _closed_before(self, source_id: int) -> frozenset[int]:
@@ -267,7 +298,9 @@ class PipelineFactory:
         ready = None
         if readers is not None:
             ready = readers.source(self.record, self.resources, source_id, reader)
-        rows, encoder = (ready, ReadyEncoder()) if ready is not None else self._read_here(source_id, reader)
+        rows, encoder = (
+            (ready, ReadyEncoder()) if ready is not None else self._read_here(source_id, reader)
+        )
         excluded = self.record.excluded.of(source.source)
         seen = self.readers.seen(source_id, reader)
         return Documents(
@@ -294,16 +327,24 @@ class PipelineFactory:
         timed: Source = TimedSource(reader, io_stats, source.spec)
         encoder = self.encoder(source_id, reader)
         if source.loss_mask is not None:
-            mask = TimedSource(self.readers.open_mask(source_id, reader, source.loss_mask), io_stats, source.spec)
+            mask = TimedSource(
+                self.readers.open_mask(source_id, reader, source.loss_mask), io_stats, source.spec
+            )
             timed = SourceWithLossMask(timed, mask)
-            encoder = MaskedEncoder(encoder, source.loss_mask, adds_bos=self.config.adds_bos(source))
+            encoder = MaskedEncoder(
+                encoder, source.loss_mask, adds_bos=self.config.adds_bos(source)
+            )
         return self.readers.kept(source_id, timed), encoder
 
     def _joined_bytes(self, source: SourceConfig) -> int:
         """Not where a transform has a limit for each call, nor where `tokenizers` encodes, as it does conversations: it
         takes 35 bytes of memory for each of the text meanwhile, and a call's fixed cost is nothing beside it."""
         engine = self.record.serving_engine
-        if source.transform is not None or source.is_chat or (engine and engine.engine == TokenizersEngine.name):
+        if (
+            source.transform is not None
+            or source.is_chat
+            or (engine and engine.engine == TokenizersEngine.name)
+        ):
             return 0
         return min(JOINED_BYTES, ALL_JOINED_BYTES // self._lanes)
 
@@ -326,7 +367,9 @@ class PipelineFactory:
     def encoder(self, source_id: int, reader: Source) -> Encoder:
         """What makes tokens of a source's rows, for a reader of it."""
         encoder, name = self._encoder(source_id, reader), self.config.sources[source_id].transform
-        return encoder if name is None else TransformEncoder(self.resources.transform(name), encoder)
+        return (
+            encoder if name is None else TransformEncoder(self.resources.transform(name), encoder)
+        )
 
     def _encoder(self, source_id: int, reader: Source) -> Encoder:
         record, config = self.record, self.config
@@ -340,11 +383,20 @@ class PipelineFactory:
             skip_bad=config.skips_bad_rows(source),
         )
         if source.is_chat:
-            masked = MaskedEncoder(encoder(None), source.spec.column, adds_bos=config.adds_bos(source))
-            return ChatEncoder(self.resources.chats(record), masked, skip_bad=config.skips_bad_rows(source))
+            masked = MaskedEncoder(
+                encoder(None), source.spec.column, adds_bos=config.adds_bos(source)
+            )
+            return ChatEncoder(
+                self.resources.chats(record), masked, skip_bad=config.skips_bad_rows(source)
+            )
         crash_records = None if self._apart else self.resources.crash_records(record)
         is_guarded = self._apart or crash_records is not None
-        if engine is None or record.serving_engine is None or reader.content is not Content.TEXT or not is_guarded:
+        if (
+            engine is None
+            or record.serving_engine is None
+            or reader.content is not Content.TEXT
+            or not is_guarded
+        ):
             return encoder(engine)
         assert config.tokenizer is not None
         description = EngineDescription(

@@ -52,7 +52,9 @@ class Feed:
                 self.exhausted = True
                 self.dropped_tokens = self._packer.dropped_tokens
                 break
-            assert block.origins.first_sample == self._loaded, "a packer skipped or repeated samples"
+            assert block.origins.first_sample == self._loaded, (
+                "a packer skipped or repeated samples"
+            )
             self._loaded += len(block.ids)
             self._origins.append(block.origins)
             self._ids += block.ids
@@ -86,7 +88,9 @@ class Feed:
         position = self.position
         if self.picked != self._taken:
             last = self.picked - 1
-            position = next(block for block in reversed(self._origins) if block.first_sample <= last).after(last)
+            position = next(
+                block for block in reversed(self._origins) if block.first_sample <= last
+            ).after(last)
         return position.rows, tokens_in_row(position.cursor)
 
     def take(self, count: int) -> tuple[list[Sample], list[int], list[SampleOrigins]]:

@@ -73,12 +73,17 @@ def resume_point(payload: Payload, timeline: Timeline) -> ResumePoint:
 
 def _skipping(index: int, timeline: Timeline, tokens: int | None, clock: str) -> ResumePoint:
     """After so many samples of the order, where the clock says ``tokens``; None: as many as these have."""
-    linear = timeline.tokens_at(index), *(index * each.config.sequence_length for each in timeline.segments)
+    linear = (
+        timeline.tokens_at(index),
+        *(index * each.config.sequence_length for each in timeline.segments),
+    )
     total = linear[0] if tokens is None else tokens
     timelines = (timeline.with_clock(total - before) for before in linear)
     by_clock = next((each for each in timelines if each.tokens_at(index) == total), None)
     if by_clock is None:
-        raise SnapshotInvalid(f"total_tokens: found {tokens} at sample_index {index}, {_OTHER_LENGTHS}")
+        raise SnapshotInvalid(
+            f"total_tokens: found {tokens} at sample_index {index}, {_OTHER_LENGTHS}"
+        )
     note = f"resume: sample_index={index} (from an older checkpoint: so many samples of the order are skipped)"
     point = ResumePoint.of(by_clock.initial(), (note, f"resume: total_tokens={total} ({clock})"))
     return replace(point, sample_index=index, total_tokens=total, digest=None)
@@ -99,12 +104,18 @@ def _by_spec(entries: Sequence[Entry], last: PipelineFactory) -> _BySpec:
     return by_spec
 
 
-def _in_force(by_spec: _BySpec, timeline: Timeline, tokens: int | None) -> tuple[PipelineFactory, int]:
+def _in_force(
+    by_spec: _BySpec, timeline: Timeline, tokens: int | None
+) -> tuple[PipelineFactory, int]:
     """What is in force where the sources' samples and the clock say, by the run's phases and revisions; and the
     ``clock_offset``. ``tokens``: of the clock, None where they are those of the samples."""
     for segment in timeline.segments:
         length = segment.config.sequence_length
-        counted = [(i, *by_spec[spec]) for i, spec in enumerate(segment.factory.record.specs) if spec in by_spec]
+        counted = [
+            (i, *by_spec[spec])
+            for i, spec in enumerate(segment.factory.record.specs)
+            if spec in by_spec
+        ]
         samples = sum(_tokens(*each, segment.factory) // length for each in counted)
         total = samples * length if tokens is None else tokens
         by_clock = timeline.with_clock(total - samples * length)
@@ -112,7 +123,9 @@ def _in_force(by_spec: _BySpec, timeline: Timeline, tokens: int | None) -> tuple
         same = _counts_alike(factory) == _counts_alike(segment.factory)
         if same and by_clock.tokens_at(samples) == total:
             return factory, by_clock.clock_offset
-    raise SnapshotInvalid(f"resume_state.datasets: token_offset adds up to a place {_OTHER_LENGTHS}")
+    raise SnapshotInvalid(
+        f"resume_state.datasets: token_offset adds up to a place {_OTHER_LENGTHS}"
+    )
 
 
 def _counts_alike(factory: PipelineFactory) -> tuple[Any, ...]:
@@ -120,7 +133,9 @@ def _counts_alike(factory: PipelineFactory) -> tuple[Any, ...]:
     return factory.record.specs, factory.config.sequence_length, factory.config.measured_sources
 
 
-def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tuple[State, tuple[str, ...]]:
+def _state(
+    by_spec: _BySpec, factory: PipelineFactory, clock_offset: int
+) -> tuple[State, tuple[str, ...]]:
     """The state, and what was made of each entry, a line each."""
     length, specs = factory.config.sequence_length, factory.record.specs
     known = [spec in by_spec and not by_spec[spec][1].was_preserved for spec in specs]
@@ -129,14 +144,20 @@ def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tup
             "resume_state.datasets: none of its specs is in this mixture; found "
             f"{names_of(entry.spec for _, entry in by_spec.values())}, expected some of {names_of(specs)}"
         )
-    pairs = [_source(i, *by_spec[spec], factory) if spec in by_spec else None for i, spec in enumerate(specs)]
+    pairs = [
+        _source(i, *by_spec[spec], factory) if spec in by_spec else None
+        for i, spec in enumerate(specs)
+    ]
     sources = [pair[0] if pair is not None else SourceState() for pair in pairs]
     total = sum(source.samples for source in sources)
     if total * length > MAX_COUNTER:
         raise SnapshotInvalid(
             f"resume_state.datasets: token_offset adds up to {total * length}; counters end at 2^53 − 1"
         )
-    balances = [by_spec[spec][1].counted_tokens // length * length if spec in by_spec else 0 for spec in specs]
+    balances = [
+        by_spec[spec][1].counted_tokens // length * length if spec in by_spec else 0
+        for spec in specs
+    ]
     nodes = elsewhere.imported(factory.config, sources, balances, known)
     notes = [
         pair[1] if pair is not None else _new(spec, factory, baseline)
@@ -159,7 +180,9 @@ def _state(by_spec: _BySpec, factory: PipelineFactory, clock_offset: int) -> tup
 
 
 def _position(source: int, index: int, entry: Entry, factory: PipelineFactory) -> Position:
-    return position_of(f"resume_state.datasets.{index} (spec {entry.spec!r})", entry, source, factory)
+    return position_of(
+        f"resume_state.datasets.{index} (spec {entry.spec!r})", entry, source, factory
+    )
 
 
 def _tokens(source: int, index: int, entry: Entry, factory: PipelineFactory) -> int:
@@ -171,19 +194,34 @@ def _tokens(source: int, index: int, entry: Entry, factory: PipelineFactory) -> 
     return size.tokens_before(_position(source, index, entry, factory).rows)
 
 
-def _source(source: int, index: int, entry: Entry, factory: PipelineFactory) -> tuple[SourceState, str]:
+def _source(
+    source: int, index: int, entry: Entry, factory: PipelineFactory
+) -> tuple[SourceState, str]:
     """Where an entry's source goes on, and a line about it."""
     length, shards = factory.config.sequence_length, factory.record.shard_paths[source]
-    position, tokens = _position(source, index, entry, factory), _tokens(source, index, entry, factory)
+    position, tokens = (
+        _position(source, index, entry, factory),
+        _tokens(source, index, entry, factory),
+    )
     samples = tokens // length
-    state = SourceState(cursor=position.cursor, samples=samples, rows=position.rows, tokens=samples * length)
+    state = SourceState(
+        cursor=position.cursor, samples=samples, rows=position.rows, tokens=samples * length
+    )
     by_size = tokens > entry.counted_tokens
     note = (
         f"resume: {position_line(factory.record.specs[source], state, shards)} row_offset={entry.row_offset} "
         f"tokens={state.tokens} (from an older checkpoint"
-        + ("; preserved until now, its balance begins as a new source's" if entry.was_preserved else "")
+        + (
+            "; preserved until now, its balance begins as a new source's"
+            if entry.was_preserved
+            else ""
+        )
         + ("" if entry.token_offset is not None else "; it has no token_offset, which counts as 0")
-        + ("; for a policy that goes by what is left, its rows have these tokens, by its size" if by_size else "")
+        + (
+            "; for a policy that goes by what is left, its rows have these tokens, by its size"
+            if by_size
+            else ""
+        )
         + ("" if position.is_counted else "; rows are counted from this shard on")
         + ")"
     )
@@ -193,7 +231,10 @@ def _source(source: int, index: int, entry: Entry, factory: PipelineFactory) -> 
 def _preserved(entries: Sequence[Entry]) -> tuple[str, ...]:
     """What unknown sources had, as text that every later state carries."""
     try:
-        texts = tuple(canonical(entry.model_dump(exclude_unset=True, exclude={"unknown"})) for entry in entries)
+        texts = tuple(
+            canonical(entry.model_dump(exclude_unset=True, exclude={"unknown"}))
+            for entry in entries
+        )
         size = sum(len(text.encode()) for text in texts)
     except (ValueError, RecursionError) as error:
         raise SnapshotInvalid(
@@ -211,7 +252,9 @@ def _preserved(entries: Sequence[Entry]) -> tuple[str, ...]:
 def _new(spec: str, factory: PipelineFactory, baseline: int | None) -> str:
     if baseline is None:
         return f"resume: spec={spec} new: starts at its beginning; the policies above it keep no balance"
-    which = {"min": "the minimum", "mean": "the mean", "zero": "zero"}[factory.config.new_source_baseline]
+    which = {"min": "the minimum", "mean": "the mean", "zero": "zero"}[
+        factory.config.new_source_baseline
+    ]
     return f"resume: spec={spec} new: starts at {which}, {baseline} tokens"
 
 
@@ -221,7 +264,9 @@ def _digest(sources: Sequence[SourceState], shape: Shape, clock_offset: int) -> 
     places = [
         [spec, cursor.epoch, shards[cursor.shard], cursor.row, cursor.tokens, source.samples]
         for spec, shards, source in zip(shape.specs, shape.shards, sources, strict=True)
-        for cursor in [source.cursor if isinstance(source.cursor, FileCursor) else FileCursor(0, 0, 0)]
+        for cursor in [
+            source.cursor if isinstance(source.cursor, FileCursor) else FileCursor(0, 0, 0)
+        ]
     ]
     clock = {"clock_offset": clock_offset} if clock_offset else {}
     text = canonical({"imported": places, "sample_tokens": shape.sample_tokens, **clock})

@@ -32,7 +32,9 @@ _DRAWN_FIELDS = frozenset(("window", "epoch_rows"))
 class Entry(BaseModel):
     """One source of an older payload, with whatever else that tool wrote of it."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="allow", allow_inf_nan=False, defer_build=True
+    )
 
     spec: Annotated[str, Field(min_length=1)]
     shard: Annotated[str, Field(min_length=1)] | None = None
@@ -73,12 +75,16 @@ class Entry(BaseModel):
     def was_drawn(self) -> bool:
         """Whether the source was shuffled or read in lanes, so that it does not stand in file order."""
         fields = self.model_extra or {}
-        is_drawn = fields.get("shuffle", "none") not in ("none", False, None) or bool(fields.get("lanes"))
+        is_drawn = fields.get("shuffle", "none") not in ("none", False, None) or bool(
+            fields.get("lanes")
+        )
         return is_drawn or not _DRAWN_FIELDS.isdisjoint(fields)
 
 
 class _ResumeState(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="allow", allow_inf_nan=False, defer_build=True
+    )
 
     datasets: Annotated[list[Entry], Field(min_length=1)]
     row_offset_of: _RowOffsetOf | None = None
@@ -87,7 +93,10 @@ class _ResumeState(BaseModel):
     def entries(self) -> tuple[Entry, ...]:
         """The entries, with what is said beside them."""
         said = {"row_offset_of": self.row_offset_of} if self.row_offset_of else {}
-        return tuple(entry if entry.row_offset_of else entry.model_copy(update=said) for entry in self.datasets)
+        return tuple(
+            entry if entry.row_offset_of else entry.model_copy(update=said)
+            for entry in self.datasets
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +119,14 @@ class Payload:
         if offsets and len(offsets) == len(self.datasets):
             return sum(offsets), "the sum of the older checkpoint's token_offset"
         if self.sample_index is not None and self.sample_tokens is not None:
-            return self.sample_index * self.sample_tokens, "the older checkpoint's sample_index × context_length"
-        return None, "those of the samples; where its clock was another, write total_tokens into the checkpoint's copy"
+            return (
+                self.sample_index * self.sample_tokens,
+                "the older checkpoint's sample_index × context_length",
+            )
+        return (
+            None,
+            "those of the samples; where its clock was another, write total_tokens into the checkpoint's copy",
+        )
 
 
 def read(text: str | bytes) -> Payload | None:
@@ -134,23 +149,34 @@ def read(text: str | bytes) -> Payload | None:
     if resume is None and "sample_index" not in document and nested is None:
         return None
     if resume is not None and not isinstance(resume, dict):
-        raise SnapshotInvalid(f"resume_state: expected a mapping with datasets, found {type(resume).__name__}")
-    fields = {**(resume or {}), **{name: value for name, value in document.items() if value is not None}}
-    sample_index, total_tokens, *lengths = (_number(fields, name) for name in ("sample_index", *CLOCK_KEYS))
+        raise SnapshotInvalid(
+            f"resume_state: expected a mapping with datasets, found {type(resume).__name__}"
+        )
+    fields = {
+        **(resume or {}),
+        **{name: value for name, value in document.items() if value is not None},
+    }
+    sample_index, total_tokens, *lengths = (
+        _number(fields, name) for name in ("sample_index", *CLOCK_KEYS)
+    )
     clock = sample_index, total_tokens, next(filter(None, lengths), None)
     if resume is not None and "datasets" in resume:
         return Payload(entries_of(resume), *clock)
     if nested is not None:
         return Payload((), as_resume_state(nested, None)["sample_index"], *clock[1:], nested)
     if sample_index is None:
-        raise SnapshotInvalid("sample_index: found nothing; expected that, or resume_state.datasets")
+        raise SnapshotInvalid(
+            "sample_index: found nothing; expected that, or resume_state.datasets"
+        )
     return Payload((), *clock)
 
 
 def _number(fields: Mapping[str, Any], name: str) -> int | None:
     number = fields.get(name)
     if number is not None and (type(number) is not int or not 0 <= number <= MAX_COUNTER):
-        raise SnapshotInvalid(f"{name}: found {_short(number)}; expected an integer from 0 to 2^53 − 1")
+        raise SnapshotInvalid(
+            f"{name}: found {_short(number)}; expected an integer from 0 to 2^53 − 1"
+        )
     return number
 
 

@@ -37,7 +37,9 @@ def position_of(where: str, entry: Entry, source: int, factory: PipelineFactory)
     """
     config, epochs = factory.config.sources[source], factory.config.epochs[source]
     if entry.was_drawn:
-        raise SnapshotInvalid(f"{where}: it was shuffled or read in lanes, so row_offset is no place in file order")
+        raise SnapshotInvalid(
+            f"{where}: it was shuffled or read in lanes, so row_offset is no place in file order"
+        )
     if not config.in_file_order:
         raise SnapshotInvalid(
             f"{where}: shard and row_offset are a place in file order, but the mixture file reads the source with "
@@ -49,7 +51,11 @@ def position_of(where: str, entry: Entry, source: int, factory: PipelineFactory)
     shard = None if entry.shard is None else _shard(where, entry.shard, paths, factory)
     within, of_spec = [], _of_spec(entry, reader) if entry.reading != "shard" else []
     there = [cursor for cursor in of_spec if shard in (None, cursor.shard)]
-    if shard is not None and entry.reading != "spec" and entry.row_offset <= reader.row_count(shard):
+    if (
+        shard is not None
+        and entry.reading != "spec"
+        and entry.row_offset <= reader.row_count(shard)
+    ):
         within = [FileCursor(entry.epoch or 0, shard, entry.row_offset)]
     fitting = within or there
     if not fitting or (within and there and within[0] not in there):
@@ -77,15 +83,25 @@ def _of_spec(entry: Entry, reader: Source) -> list[FileCursor]:
         epoch, row = divmod(before, max(1, ends[-1]))
         shard = bisect_right(ends, row) - 1
         if epoch == 0 or (epoch > 0 and entry.epoch is None):
-            cursors.append(FileCursor(epoch + (entry.epoch or 0), shard, row - ends[shard] + passed))
+            cursors.append(
+                FileCursor(epoch + (entry.epoch or 0), shard, row - ends[shard] + passed)
+            )
     return cursors if ends[-1] else []
 
 
 def _both_readings(entry: Entry, shard: int | None, reader: Source) -> str:
     """What a ``row_offset`` is within the shard and of the whole spec, and how to say which."""
     files, of_spec = reader.shards, _of_spec(entry, reader)
-    within = "it names no shard" if shard is None else f"{files[shard].path} has {reader.row_count(shard)} rows"
-    row = f"row {of_spec[0].row} of {files[of_spec[0].shard].path}" if of_spec else "after the end of it"
+    within = (
+        "it names no shard"
+        if shard is None
+        else f"{files[shard].path} has {reader.row_count(shard)} rows"
+    )
+    row = (
+        f"row {of_spec[0].row} of {files[of_spec[0].shard].path}"
+        if of_spec
+        else "after the end of it"
+    )
     return (
         f"row_offset is {entry.row_offset}, but {within}; counted through the whole spec that is {row}: say which of "
         "both it counts by row_offset_of: shard or spec, in the entry or beside datasets; or correct it and the shard "
@@ -98,7 +114,11 @@ def _shard(where: str, path: str, paths: Sequence[str], factory: PipelineFactory
     if path in paths:
         return paths.index(path)
     base_dir = factory.resources.base_dir
-    same = [i for i, known in enumerate(paths) if normpath(base_dir / known) == normpath(base_dir / path)]
+    same = [
+        i
+        for i, known in enumerate(paths)
+        if normpath(base_dir / known) == normpath(base_dir / path)
+    ]
     if not same:
         same = [i for i, known in enumerate(paths) if _ends_alike(PurePath(path), PurePath(known))]
     if len(same) == 1:
@@ -117,7 +137,9 @@ def _ends_alike(a: PurePath, b: PurePath) -> bool:
     return a.parts[-shorter:] == b.parts[-shorter:]
 
 
-def _rows_before(source: int, cursor: FileCursor, reader: Source, factory: PipelineFactory) -> tuple[int, bool]:
+def _rows_before(
+    source: int, cursor: FileCursor, reader: Source, factory: PipelineFactory
+) -> tuple[int, bool]:
     """As the two last fields of a ``Position``."""
     shards = factory.record.shards[source]
     passed = range(len(shards)) if cursor.epoch else range(cursor.shard)

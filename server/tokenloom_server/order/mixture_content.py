@@ -26,14 +26,24 @@ def content_of(config: RunConfig) -> dict[str, Any]:
 def with_content(config: RunConfig, content: Mapping[str, Any]) -> RunConfig:
     """The config with the mixture of a ``content_of``. How bad rows of its sources are treated stays as it is: a run
     that a bad row has stopped gets to no revision."""
-    bad_rows = {source.source: {field: getattr(source, field) for field in _BAD_ROWS} for source in config.sources}
-    root = with_sources(content["mixture"], lambda source: source | bad_rows.get(source["source"], {}))
+    bad_rows = {
+        source.source: {field: getattr(source, field) for field in _BAD_ROWS}
+        for source in config.sources
+    }
+    root = with_sources(
+        content["mixture"], lambda source: source | bad_rows.get(source["source"], {})
+    )
     return validated(config, root, content["sequence_length"])
 
 
-def with_sources(node: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+def with_sources(
+    node: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
     """A node as plain data, with what ``change`` makes of each source below it."""
-    children = (with_sources(child, change) if "children" in child else change(child) for child in node["children"])
+    children = (
+        with_sources(child, change) if "children" in child else change(child)
+        for child in node["children"]
+    )
     return node | {"children": list(children)}
 
 
@@ -72,7 +82,9 @@ def places(config: RunConfig) -> Iterator[tuple[str, Child]]:
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def validated(config: RunConfig, root: dict[str, Any], sequence_length: int | None = None) -> RunConfig:
+def validated(
+    config: RunConfig, root: dict[str, Any], sequence_length: int | None = None
+) -> RunConfig:
     """The config with another mixture, and sequence length where one is given. Raises ``ConfigError``."""
     document = config.model_dump(exclude={"mixture"}) | {"mixture": root}
     if sequence_length is not None:
@@ -109,4 +121,6 @@ def _plain(value: Any) -> Any:
 
 def field_text(value: object) -> str:
     """A field's value as messages show it."""
-    return f"{value:g}" if isinstance(value, float) else "not given" if value is None else str(value)
+    return (
+        f"{value:g}" if isinstance(value, float) else "not given" if value is None else str(value)
+    )

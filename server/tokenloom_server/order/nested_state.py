@@ -45,11 +45,19 @@ def as_resume_state(state: Any, run: RunConfig | None) -> dict[str, Any]:
     nodes: list[list[list[Any]]] = []
     tree: list[dict[str, Any]] = []
 
-    def visit(own: Any, config: NodeConfig | SourceConfig | None, path: str, given: Any, out: Any) -> _Counts:
+    def visit(
+        own: Any, config: NodeConfig | SourceConfig | None, path: str, given: Any, out: Any
+    ) -> _Counts:
         fields = own if isinstance(own, Mapping) else {}
-        below = list(zip_longest(*(listed(fields.get(key)) for key in BY_DATASET))) if is_nested(fields) else []
+        below = (
+            list(zip_longest(*(listed(fields.get(key)) for key in BY_DATASET)))
+            if is_nested(fields)
+            else []
+        )
         children = config.children if isinstance(config, NodeConfig) else []
-        if path.count("child_states") > _MOST_LEVELS or (config is not None and len(children) != len(below)):
+        if path.count("child_states") > _MOST_LEVELS or (
+            config is not None and len(children) != len(below)
+        ):
             raise SnapshotInvalid(
                 f"{path or 'the state'}: found {len(below)} datasets within, but the mixture file has {len(children)} "
                 "children there: give the one whose nodes and sources stand as the old loader's datasets did"
@@ -57,30 +65,52 @@ def as_resume_state(state: Any, run: RunConfig | None) -> dict[str, Any]:
         made = _count(fields.get("output_count"))
         if not below:
             examples = _count(given, made)
-            rows, length = _count(fields.get("input_count"), examples), _count(fields.get("original_length"))
+            rows, length = (
+                _count(fields.get("input_count"), examples),
+                _count(fields.get("original_length")),
+            )
             total = _count(fields.get("cached_exact_length"))
             if total is None and length is not None:
                 total = length * made // rows if made and rows else length
             spec = config.source if isinstance(config, SourceConfig) else path
-            counts = {"row_offset": rows, "rows": rows, "samples": examples, "exhausted": out is True}
+            counts = {
+                "row_offset": rows,
+                "rows": rows,
+                "samples": examples,
+                "exhausted": out is True,
+            }
             datasets.append({**fields, **counts, "id": len(datasets), "spec": spec, "place": path})
             return examples, total
-        policy, numbers = "weighted" if listed(fields.get("probabilities")) else None, list[list[Any]]()
+        policy, numbers = (
+            "weighted" if listed(fields.get("probabilities")) else None,
+            list[list[Any]](),
+        )
         tree.append({"id": len(tree), "alias": path, "policy": policy, "children": numbers})
         nodes.append(counted := [])
         for i, (child, examples, ended, share) in enumerate(below):
-            numbers.append([2 * len(nodes) + 1 if is_nested(child) else 2 * len(datasets), share, "live"])
+            numbers.append(
+                [2 * len(nodes) + 1 if is_nested(child) else 2 * len(datasets), share, "live"]
+            )
             child_path = f"{path}.child_states.{i}".lstrip(".")
-            gave, total = visit(child, children[i] if children else None, child_path, examples, ended)
+            gave, total = visit(
+                child, children[i] if children else None, child_path, examples, ended
+            )
             counted.append([gave, None, None, ended is True, None, total])
         gave, total = (_sum(row[place] for row in counted) for place in (0, -1))
         return _count(given, fields.get("current_example_count"), gave), total
 
     examples, _ = visit(state, run.mixture if run is not None else None, "", None, False)
-    return {"sample_index": examples, "datasets": datasets, "nodes": nodes, "mixture": tree if run is None else []}
+    return {
+        "sample_index": examples,
+        "datasets": datasets,
+        "nodes": nodes,
+        "mixture": tree if run is None else [],
+    }
 
 
-def read_entries(state: Mapping[str, Any], run: RunConfig, example_tokens: int | None) -> list[dict[str, Any]]:
+def read_entries(
+    state: Mapping[str, Any], run: RunConfig, example_tokens: int | None
+) -> list[dict[str, Any]]:
     """The ``datasets`` of ``as_resume_state`` as those of an older payload, for a run. Their tokens are those of their
     examples, where ``example_tokens`` says how many one has.
 
@@ -92,19 +122,29 @@ def read_entries(state: Mapping[str, Any], run: RunConfig, example_tokens: int |
         rows, samples, epoch = own["row_offset"], own["samples"], _count(own.get("epoch")) or None
         drawn = next((key for key in _ELSEWHERE if own.get(key) is not None), None)
         if rows is None or (rows and drawn):
-            actual = "nothing" if rows is None else f"{rows} that are not the first ones of its files: {drawn} is set"
+            actual = (
+                "nothing"
+                if rows is None
+                else f"{rows} that are not the first ones of its files: {drawn} is set"
+            )
             raise SnapshotInvalid(
                 f"{own['place']} (spec {own['spec']!r}): input_count: expected how many rows were read from its "
                 f"beginning on, found {actual}; write that into the checkpoint's copy, or 0 to read the source anew"
             )
-        tokens = samples * example_tokens if example_tokens is not None and samples is not None else None
-        entries.append({"spec": own["spec"], "row_offset": rows, "token_offset": tokens, "epoch": epoch})
+        tokens = (
+            samples * example_tokens if example_tokens is not None and samples is not None else None
+        )
+        entries.append(
+            {"spec": own["spec"], "row_offset": rows, "token_offset": tokens, "epoch": epoch}
+        )
     return entries
 
 
 def _count(*values: Any) -> int | None:
     """The first of them that is one."""
-    return next((value for value in values if type(value) is int and 0 <= value <= MAX_COUNTER), None)
+    return next(
+        (value for value in values if type(value) is int and 0 <= value <= MAX_COUNTER), None
+    )
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:

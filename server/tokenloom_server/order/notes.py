@@ -17,7 +17,9 @@ _LOOKED_AT = 256
 def label_shares(factory: PipelineFactory) -> dict[int, float]:
     """Of the sources with a loss mask that give samples, by id (0 to 1). Each is looked at once for a run's files."""
     shares = {
-        source.id: factory.resources.label_shares.get(source.source, partial(_share, factory, source.id))
+        source.id: factory.resources.label_shares.get(
+            source.source, partial(_share, factory, source.id)
+        )
         for source in factory.config.sources
         if source.has_loss_mask and source.presence != "dropped"
     }
@@ -30,7 +32,11 @@ def label_notes(factory: PipelineFactory) -> list[tuple[bool, str]]:
         (
             not share,
             f"{factory.config.sources[source].name}: {share:.2%} of the labels in its first samples count"
-            + ("" if share else ", so nothing is learned from it: look at its loss mask, or its chat template"),
+            + (
+                ""
+                if share
+                else ", so nothing is learned from it: look at its loss mask, or its chat template"
+            ),
         )
         for source, share in label_shares(factory).items()
     ]
@@ -61,7 +67,11 @@ def _share(factory: PipelineFactory, source: int) -> float | None:
         return None
     count = min(len(block.ids), _LOOKED_AT)
     first = state.samples
-    boundaries = block.origins.boundaries(first, first + count) if factory.config.mask_boundaries else None
-    tokens, (labels,) = factory.real_tokens().of(block.ids[:count], 1, np.zeros(count, np.bool_), boundaries)
+    boundaries = (
+        block.origins.boundaries(first, first + count) if factory.config.mask_boundaries else None
+    )
+    tokens, (labels,) = factory.real_tokens().of(
+        block.ids[:count], 1, np.zeros(count, np.bool_), boundaries
+    )
     # The first id of a sample is no label, unless labels are the next ids.
     return labels / max(1, int(tokens.sum()) - (0 if factory.config.labels == "shifted" else count))

@@ -19,13 +19,27 @@ import numpy.typing as npt
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.hashing import slice_rotation
-from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, MAX_COUNTER, SourceState, State
+from tokenloom_server.core.state import (
+    DIGEST_MODULUS,
+    DIGEST_MULTIPLIER,
+    MAX_COUNTER,
+    SourceState,
+    State,
+)
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError, CounterOverflow, JoinRefused
 from tokenloom_server.mixing.mixer import Mixer, MixWeights, initial_nodes
 from tokenloom_server.mixing.node import Picks
 from tokenloom_server.order.feed import Feed
-from tokenloom_server.order.steps import PADDING, BatchPlan, Stage, StepGroup, StepMark, slots_of_steps, state_at
+from tokenloom_server.order.steps import (
+    PADDING,
+    BatchPlan,
+    Stage,
+    StepGroup,
+    StepMark,
+    slots_of_steps,
+    state_at,
+)
 from tokenloom_server.packing.base import PackerFactory
 from tokenloom_server.packing.real_tokens import RealTokens
 from tokenloom_server.packing.samples import Sample
@@ -84,14 +98,20 @@ class Pipeline:
         self._tokens = state.total_tokens
         self._digest = state.digest
         steps = repeat(DIGEST_MULTIPLIER, _DIGESTED_AT_ONCE)
-        self._powers = tuple(accumulate(steps, lambda power, by: power * by % DIGEST_MODULUS, initial=1))
+        self._powers = tuple(
+            accumulate(steps, lambda power, by: power * by % DIGEST_MODULUS, initial=1)
+        )
         #: Why the data ended; None while they go on.
         self.ended: str | None = None
         #: Samples of an incomplete last micro-step that were dropped.
         self.dropped_samples = 0
 
     def _begin(
-        self, config: RunConfig, packers: PackerFactory, state: State, size_estimates: Mapping[int, TokenCurve]
+        self,
+        config: RunConfig,
+        packers: PackerFactory,
+        state: State,
+        size_estimates: Mapping[int, TokenCurve],
     ) -> None:
         # Within a group a source's samples have consecutive numbers, so what is passed over has none.
         numbered = [replace(source, samples=source.number) for source in state.sources]
@@ -107,7 +127,9 @@ class Pipeline:
 
     def replace_switches(self, switches: Sequence[Switch]) -> None:
         """From now on these, in order, are the switches after the present sample index, in place of those before."""
-        assert all(switch.sample_index > self._index for switch in switches), "samples after a switch are made already"
+        assert all(switch.sample_index > self._index for switch in switches), (
+            "samples after a switch are made already"
+        )
         self._switches = deque(switches)
 
     def begin_group(self, plan: BatchPlan) -> StepGroup:
@@ -154,7 +176,9 @@ class Pipeline:
                 self.dropped_samples = decided % step_samples
                 kept = decided - self.dropped_samples
             kept_picks = picks[: max(0, kept - decided_before)]
-            hashes += self._take(group, kept_picks, slots[decided_before : decided_before + len(kept_picks)])
+            hashes += self._take(
+                group, kept_picks, slots[decided_before : decided_before + len(kept_picks)]
+            )
             crossed = self._cross()
             if crossed is not None:
                 # In force after the sample before it, so that the state at the switch is the other config's.
@@ -197,7 +221,9 @@ class Pipeline:
         positions = [feed.position for feed in self._feeds]
         dropped = [feed.dropped_tokens for feed in self._feeds]
         samples = [feed.picked for feed in self._feeds]
-        mark = StepMark(self._index, self._tokens, self._digest, self._stage, self._stage.mixer.mix_weights)
+        mark = StepMark(
+            self._index, self._tokens, self._digest, self._stage, self._stage.mixer.mix_weights
+        )
         return state_at(mark, samples, positions, dropped)
 
     def _check_step(self, step_samples: int) -> None:
@@ -217,7 +243,9 @@ class Pipeline:
         if self._until_switch():
             return None
         switch = self._switches.popleft()
-        self._begin(switch.config, switch.packers, switch.carry(self.state()), switch.size_estimates)
+        self._begin(
+            switch.config, switch.packers, switch.carry(self.state()), switch.size_estimates
+        )
         return switch
 
     def _decide(self, count: int) -> tuple[Picks, list[tuple[int, MixWeights]]]:
@@ -242,7 +270,9 @@ class Pipeline:
         self._index += decided
         self._tokens += decided * config.sequence_length
         if self._tokens > MAX_COUNTER:
-            raise CounterOverflow(f"the run has {self._tokens} tokens; counters end at 2^53 − 1: start a new run")
+            raise CounterOverflow(
+                f"the run has {self._tokens} tokens; counters end at 2^53 − 1: start a new run"
+            )
         return np.concatenate(parts) if parts else np.empty(0, np.int32), changes
 
     def has_sample(self, source: int) -> bool:
@@ -267,7 +297,9 @@ class Pipeline:
         for source, count in enumerate(np.bincount(picks).tolist()):
             self._feeds[source].picked += count
 
-    def _take(self, group: StepGroup | None, picks: Picks, slots: npt.NDArray[np.integer]) -> list[int]:
+    def _take(
+        self, group: StepGroup | None, picks: Picks, slots: npt.NDArray[np.integer]
+    ) -> list[int]:
         """Takes the picked samples, puts them where they belong in the group, and returns their hashes in order."""
         # Sorted by source, so that each source's samples are one range of it.
         order = np.argsort(picks, kind="stable")
@@ -293,7 +325,9 @@ class Pipeline:
         return ordered
 
     def _note_tails(self, group: StepGroup) -> None:
-        group.dropped_tokens[self._stage.start.sample_index] = [feed.dropped_tokens for feed in self._feeds]
+        group.dropped_tokens[self._stage.start.sample_index] = [
+            feed.dropped_tokens for feed in self._feeds
+        ]
 
 
 def _digest_after(digest: int, hashes: Sequence[int], powers: Sequence[int]) -> int:
@@ -301,7 +335,9 @@ def _digest_after(digest: int, hashes: Sequence[int], powers: Sequence[int]) -> 
     product (see ``state``). ``powers`` are the multiplier's, from that of 0 on."""
     for start in range(0, len(hashes), len(powers) - 1):
         some = hashes[start : start + len(powers) - 1]
-        digest = (digest * powers[len(some)] + sum(map(mul, reversed(some), powers))) % DIGEST_MODULUS
+        digest = (
+            digest * powers[len(some)] + sum(map(mul, reversed(some), powers))
+        ) % DIGEST_MODULUS
     return digest
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
+from tokenloom_server.core.state import (
+    EpochCursor,
+    FileCursor,
+    SourceState,
+    State,
+    WindowCursor,
+    row_cursor,
+)
 from tokenloom_server.order.record import RunRecord
 
 

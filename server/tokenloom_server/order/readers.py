@@ -19,7 +19,14 @@ from tokenloom_server.order import seen
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import RunResources
 from tokenloom_server.packing.buckets import Epochs
-from tokenloom_server.packing.reading import FileOrder, Layout, Reading, ShuffledFiles, Windows, shuffled_files
+from tokenloom_server.packing.reading import (
+    FileOrder,
+    Layout,
+    Reading,
+    ShuffledFiles,
+    Windows,
+    shuffled_files,
+)
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.sources.base import Content, Shard, Source
 from tokenloom_server.sources.block_index import blocks
@@ -36,7 +43,9 @@ _log = logging.getLogger(__name__)
 
 def row_rules(config: RunConfig, source: SourceConfig) -> RowRules:
     """Which rows of a source are read."""
-    return replace(source.rules, skip_bad=config.skips_bad_rows(source), most_bytes=config.max_row_mib << 20)
+    return replace(
+        source.rules, skip_bad=config.skips_bad_rows(source), most_bytes=config.max_row_mib << 20
+    )
 
 
 class SourceReaders:
@@ -55,15 +64,21 @@ class SourceReaders:
         record = self._record
         source = record.config.sources[source_id]
         rules = row_rules(record.config, source)
-        return self._resources.open_source(source.spec, record.shards[source_id], rules, record.end_of_text_id)
+        return self._resources.open_source(
+            source.spec, record.shards[source_id], rules, record.end_of_text_id
+        )
 
     def open_mask(self, source_id: int, reader: Source, column: str) -> Source:
         """A new reader of the loss masks in a column beside the ids that ``reader`` reads. Raises ``ConfigError`` where
         either of the two holds text."""
         config = self._record.config
         source = config.sources[source_id]
-        rules = replace(row_rules(config, source), filter=(), template=None, as_json=False, is_mask=True)
-        masks = self._resources.open_source(replace(source.spec, column=column), self._record.shards[source_id], rules)
+        rules = replace(
+            row_rules(config, source), filter=(), template=None, as_json=False, is_mask=True
+        )
+        masks = self._resources.open_source(
+            replace(source.spec, column=column), self._record.shards[source_id], rules
+        )
         for name, opened in ((source.spec.column, reader), (column, masks)):
             if opened.content is not Content.IDS:
                 raise ConfigError(
@@ -79,13 +94,19 @@ class SourceReaders:
             if source.loss_mask is not None:
                 self.open_mask(i, self.open(i), source.loss_mask)
             if source.transform is not None and self.open(i).content is not Content.TEXT:
-                raise ConfigError(f"{source.name}: transform is for texts, but the column holds ids; leave it out")
+                raise ConfigError(
+                    f"{source.name}: transform is for texts, but the column holds ids; leave it out"
+                )
 
     def check_files(self, known: Container[Shard] = ()) -> None:
         """Raises ``SourceError`` where a file, but for those that are known, has no columns to be read as the config
         says. A remote one says so when it is opened: nothing waits for each of 10^5 of them."""
-        for i, (source, shards) in enumerate(zip(self._record.config.sources, self._record.shards, strict=True)):
-            local = [j for j, each in enumerate(shards) if each not in known and not is_remote(each.path)]
+        for i, (source, shards) in enumerate(
+            zip(self._record.config.sources, self._record.shards, strict=True)
+        ):
+            local = [
+                j for j, each in enumerate(shards) if each not in known and not is_remote(each.path)
+            ]
             if not local or self._record.config.batching is not None:
                 continue
             readers = [self.open(i)]
@@ -94,9 +115,13 @@ class SourceReaders:
             is_counted = self._is_counted(i) and scheme_of(source.spec).stores_row_counts
             is_counted = is_counted and len(local) == len(shards)
             for reader in readers:
-                looks: list[Callable[[int], object]] = [reader.check] if isinstance(reader, ShardedSource) else []
+                looks: list[Callable[[int], object]] = (
+                    [reader.check] if isinstance(reader, ShardedSource) else []
+                )
                 if is_counted and reader is readers[0]:
-                    looks.append(reader.blocks)  # so that the first samples need not ask each file again
+                    looks.append(
+                        reader.blocks
+                    )  # so that the first samples need not ask each file again
                 in_threads(partial(_each, looks), local)
             if is_counted:
                 self._layout(i, readers[0])
@@ -129,8 +154,15 @@ class SourceReaders:
     def _is_counted(self, source_id: int) -> bool:
         """Whether rows cannot be read before all are counted: for shuffled rows, lanes, and parts of an epoch. Else a
         file is opened when its turn comes."""
-        source, epochs = self._record.config.sources[source_id], self._record.config.epochs[source_id]
-        return source.shuffle == "rows" or source.lanes > 1 or not (math.isinf(epochs) or epochs.is_integer())
+        source, epochs = (
+            self._record.config.sources[source_id],
+            self._record.config.epochs[source_id],
+        )
+        return (
+            source.shuffle == "rows"
+            or source.lanes > 1
+            or not (math.isinf(epochs) or epochs.is_integer())
+        )
 
     def seen(self, source_id: int, reader: Source) -> Mapping[int, Int64s]:
         """By shard, the rows that another loader had given before the run began. Raises what ``seen.load`` does."""
@@ -139,9 +171,13 @@ class SourceReaders:
             return {}
         key = config, self._files(source_id)
         # Of files that were appended since, nothing was seen.
-        file_counts = {*self._record.earlier_file_counts.get(source_id, ()), len(self._record.shards[source_id])}
+        file_counts = {
+            *self._record.earlier_file_counts.get(source_id, ()),
+            len(self._record.shards[source_id]),
+        }
         return self._resources.seen.get(
-            key, lambda: seen.load(config, base_dir, self.row_counts(source_id, reader), file_counts)
+            key,
+            lambda: seen.load(config, base_dir, self.row_counts(source_id, reader), file_counts),
         )
 
     def check_seen(self, first: int = 0) -> None:
@@ -169,7 +205,9 @@ class SourceReaders:
             return self.reading(source_id, self.open(source_id)).rows_in(0)
         return known
 
-    def rows_around(self, source_id: int, cursor: FileCursor | WindowCursor | EpochCursor) -> tuple[str, int]:
+    def rows_around(
+        self, source_id: int, cursor: FileCursor | WindowCursor | EpochCursor
+    ) -> tuple[str, int]:
         """The name of the file, window or epoch in which a cursor counts rows, and how many it has. Raises
         ``SourceError``."""
         if isinstance(cursor, EpochCursor):
@@ -185,7 +223,9 @@ class SourceReaders:
         config = self._record.config
         if config.sources[source_id].shuffle == "none":
             return range(cursor.shard)
-        order = shuffled_files(len(self._record.shards[source_id]), config.seed, source_id, cursor.epoch)
+        order = shuffled_files(
+            len(self._record.shards[source_id]), config.seed, source_id, cursor.epoch
+        )
         return order[: order.index(cursor.shard)]
 
     def _layout(self, source_id: int, reader: Source) -> Layout:
@@ -202,7 +242,9 @@ class SourceReaders:
 
     def _files(self, source_id: int) -> Hashable:
         if source_id not in self._file_keys:
-            names = "\n".join(f"{s.path}\n{s.size}\n{s.fingerprint}" for s in self._record.shards[source_id])
+            names = "\n".join(
+                f"{s.path}\n{s.size}\n{s.fingerprint}" for s in self._record.shards[source_id]
+            )
             digest = xxhash.xxh3_128_hexdigest(names.encode())
             self._file_keys[source_id] = self._record.specs[source_id], digest
         return self._file_keys[source_id]
@@ -232,15 +274,21 @@ class SourceReaders:
         cache, when it is first asked for."""
         epochs = self._record.config.epochs[source_id]
         key = (source_id, epochs, self._files(source_id))
-        return self._resources.bucket_epochs.get(key, lambda: self._new_bucket_epochs(source_id, epochs))
+        return self._resources.bucket_epochs.get(
+            key, lambda: self._new_bucket_epochs(source_id, epochs)
+        )
 
     def _new_bucket_epochs(self, source_id: int, epochs: float) -> Epochs:
         config = self._record.config
         batching, source = config.batching, config.sources[source_id]
         assert batching is not None
         reader = self.features(source_id)
-        bucketing = Bucketing(batching.bucket_column, batching.length_of is not None, tuple(batching.edges or ()))
-        index = bucket_index(reader, bucketing, self._resources.index_dir, f"source {source.source!r}")
+        bucketing = Bucketing(
+            batching.bucket_column, batching.length_of is not None, tuple(batching.edges or ())
+        )
+        index = bucket_index(
+            reader, bucketing, self._resources.index_dir, f"source {source.source!r}"
+        )
         made = Epochs(
             index,
             size=config.pick_samples,
@@ -272,4 +320,8 @@ def bucket_summary(epochs: Epochs) -> str:
         f"{index.row_count} rows in {len(index.keys)} buckets, {epochs.batches} batches an epoch; "
         f"{epochs.lost_rows} rows of an epoch fill no batch of {epochs.size}"
     )
-    return f"{summary} ({index.left_out} of them are longer than the last edge)" if index.left_out else summary
+    return (
+        f"{summary} ({index.left_out} of them are longer than the last edge)"
+        if index.left_out
+        else summary
+    )

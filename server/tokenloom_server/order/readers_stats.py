@@ -18,7 +18,11 @@ class ReaderWork(Document):
     def plus(self, tokens: int, cpu_s: float) -> Self:
         """With another answer."""
         tokens, cpu_s = self.tokens + tokens, self.cpu_s + cpu_s
-        work = {"tokens": tokens, "cpu_s": cpu_s, "ns_per_token": round(1e9 * cpu_s / max(1, tokens), 2)}
+        work = {
+            "tokens": tokens,
+            "cpu_s": cpu_s,
+            "ns_per_token": round(1e9 * cpu_s / max(1, tokens), 2),
+        }
         return self.model_copy(update=work | {"answers": self.answers + 1})
 
 

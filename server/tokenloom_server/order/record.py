@@ -17,7 +17,12 @@ import numpy as np
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical
 
 from tokenloom_server.config.node import NodeConfig
-from tokenloom_server.config.order_fields import fields_beside, order_digest, order_fields, weight_text
+from tokenloom_server.config.order_fields import (
+    fields_beside,
+    order_digest,
+    order_fields,
+    weight_text,
+)
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import ORDER_VERSION
@@ -70,7 +75,9 @@ class RunRecord:
     def __post_init__(self) -> None:
         config, _ = self.config, self.dtype
         if config.batching is None and config.pad_id >= self.vocab_size:
-            raise ConfigError(f"pad_id: {config.pad_id} is not below the vocabulary size {self.vocab_size}")
+            raise ConfigError(
+                f"pad_id: {config.pad_id} is not below the vocabulary size {self.vocab_size}"
+            )
         if config.masks_loss and not self.has_loss_mask:
             raise ConfigError(
                 "loss_mask: the run began without a source that has one, and its samples have no room for it; begin "
@@ -185,12 +192,21 @@ class RunRecord:
             # A tokeniser encodes nothing here, but the end- and begin-of-text ids may be its own.
             digest = self.tokenizer.digest if self.tokenizer is not None else ""
             return {"digest": digest, "engine": "none", "version": ""}
-        return {"digest": self.engine.digest, "engine": self.engine.engine, "version": self.engine.version}
+        return {
+            "digest": self.engine.digest,
+            "engine": self.engine.engine,
+            "version": self.engine.version,
+        }
 
     def template(self, run_uid: str, stream: str, generation: int) -> dict[str, Any]:
         """What every snapshot of a generation says beside its position and state, of the record that the run began
         with."""
-        return {**self._same_in_every_snapshot, "run_uid": run_uid, "stream": stream, "generation": generation}
+        return {
+            **self._same_in_every_snapshot,
+            "run_uid": run_uid,
+            "stream": stream,
+            "generation": generation,
+        }
 
     @cached_property
     def _same_in_every_snapshot(self) -> dict[str, Any]:

@@ -87,7 +87,12 @@ class Replay:
         ``SourceError`` and ``TokenizerError`` where the next micro-step has one."""
         steps = 1 if self._step_by_step else steps
         pipeline = self._begun()
-        plan = BatchPlan(start_index=self.sample_index, world_size=1, batch_size=batch_size, group_micro_steps=steps)
+        plan = BatchPlan(
+            start_index=self.sample_index,
+            world_size=1,
+            batch_size=batch_size,
+            group_micro_steps=steps,
+        )
         group = pipeline.begin_group(plan)
         try:
             pipeline.fill(group, steps)

@@ -67,7 +67,9 @@ class Cache(Generic[_Value]):
 class Readers(Protocol):
     """Who reads and tokenises the rows of a run's text, if not the server itself?"""
 
-    def source(self, record: RunRecord, resources: RunResources, source_id: int, reader: Source) -> ReadySource | None:
+    def source(
+        self, record: RunRecord, resources: RunResources, source_id: int, reader: Source
+    ) -> ReadySource | None:
         """A source with the rows of ``reader``, as ids; None where that one is to be read by the server itself."""
 
     def stats(self, resources: RunResources) -> ReadersStats:
@@ -86,7 +88,12 @@ class RunResources:
     """The place of a run's files, and what is loaded or looked up once for all of its pipelines. Thread-safe."""
 
     def __init__(
-        self, base_dir: Path, index_dir: Path | None, roots: DataRoots | None = None, *, encoders: int = 0
+        self,
+        base_dir: Path,
+        index_dir: Path | None,
+        roots: DataRoots | None = None,
+        *,
+        encoders: int = 0,
     ) -> None:
         """``index_dir``: where indexes and rows that crashed a tokeniser are kept; None: nowhere. ``encoders``: how
         many threads may encode at once, if not as many as read ahead."""
@@ -115,11 +122,21 @@ class RunResources:
         self._crash_records: Cache[CrashRecords | None] = Cache()
 
     def open_source(
-        self, spec: Spec, shards: tuple[Shard, ...], rules: RowRules = PLAIN, end_of_text_id: int | None = None
+        self,
+        spec: Spec,
+        shards: tuple[Shard, ...],
+        rules: RowRules = PLAIN,
+        end_of_text_id: int | None = None,
     ) -> Source:
         """A new reader of a source. Raises ``SourceError``."""
         return open_source(
-            spec, self.base_dir, shards, self.index_dir, self.io_stats, rules=rules, end_of_text_id=end_of_text_id
+            spec,
+            self.base_dir,
+            shards,
+            self.index_dir,
+            self.io_stats,
+            rules=rules,
+            end_of_text_id=end_of_text_id,
         )
 
     def engine(self, record: RunRecord) -> Engine | None:
@@ -127,7 +144,12 @@ class RunResources:
         encoded. Raises ``TokenizerError``."""
         if record.serving_engine is None or record.tokenizer is None:
             return None
-        load = partial(load_engine, record.tokenizer, record.serving_engine, record.config.special_tokens_in_text)
+        load = partial(
+            load_engine,
+            record.tokenizer,
+            record.serving_engine,
+            record.config.special_tokens_in_text,
+        )
         return self._engines.get(record.serving_engine, lambda: EnginePool(load, self._encoders))
 
     def chats(self, record: RunRecord) -> Chats:
@@ -180,7 +202,9 @@ class RunResources:
         """Checks that every file lies below a data root: a pattern may meet links that lead elsewhere. Raises
         ``ConfigError``."""
         for source in manifest.sources:
-            self.roots.check_paths(f"source {source.spec!r}", self.base_dir, [shard.path for shard in source.shards])
+            self.roots.check_paths(
+                f"source {source.spec!r}", self.base_dir, [shard.path for shard in source.shards]
+            )
 
 
 def _crash_records(folder: Path, name: str) -> CrashRecords | None:

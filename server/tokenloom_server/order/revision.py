@@ -28,7 +28,16 @@ from tokenloom_server.order.mixture_content import (
 )
 
 #: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
-SETTABLE = ("weight", "policy", "on_exhausted", "epochs", "max_tokens", "unit", "interpolate", "alias")
+SETTABLE = (
+    "weight",
+    "policy",
+    "on_exhausted",
+    "epochs",
+    "max_tokens",
+    "unit",
+    "interpolate",
+    "alias",
+)
 
 
 def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
@@ -39,7 +48,9 @@ def changed(config: RunConfig, change: MixtureChange) -> RunConfig:
             raise ConfigError(f"{key}: unknown key; ids and presence are this server's")
     if change.mixture is not None:
         if change.set or change.add or change.drop:
-            raise ConfigError("mixture: a whole mixture is given, so set, add and drop must be left out")
+            raise ConfigError(
+                "mixture: a whole mixture is given, so set, add and drop must be left out"
+            )
         return merged(config, parsed(NodeConfig, change.mixture, "mixture", config.catalog))
     tree = _MixtureTree(config)
     for i, setting in enumerate(change.set):
@@ -57,7 +68,12 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
     source_ids, node_ids = _new_ids(config)
     known_sources = {source.source: source for source in config.sources}
     named_nodes = {node.alias: node for node in config.nodes if node.alias is not None}
-    parents = {child.id: node.id for node in config.nodes for child in node.children if isinstance(child, SourceConfig)}
+    parents = {
+        child.id: node.id
+        for node in config.nodes
+        for child in node.children
+        if isinstance(child, SourceConfig)
+    }
     seen: set[str] = set()
     kept_nodes: dict[int, dict[str, Any]] = {}
 
@@ -69,12 +85,20 @@ def merged(config: RunConfig, mixture: NodeConfig, sequence_length: int | None =
             fields |= {"id": known_node.id, "presence": _kept_presence(known_node)}
         kept_nodes[fields["id"]] = fields
         children = known_node.children if known_node is not None else ()
-        unnamed = [child for child in children if isinstance(child, NodeConfig) and child.alias is None]
+        unnamed = [
+            child for child in children if isinstance(child, NodeConfig) and child.alias is None
+        ]
         fields["children"] = []
         for child in node.children:
             if isinstance(child, NodeConfig):
-                old = named_nodes.get(child.alias) if child.alias is not None else (unnamed.pop(0) if unnamed else None)
-                fields["children"].append(visit(child, None if old is None or old.id in kept_nodes else old))
+                old = (
+                    named_nodes.get(child.alias)
+                    if child.alias is not None
+                    else (unnamed.pop(0) if unnamed else None)
+                )
+                fields["children"].append(
+                    visit(child, None if old is None or old.id in kept_nodes else old)
+                )
                 continue
             known = known_sources.get(child.source)
             seen.add(child.source)
@@ -167,7 +191,9 @@ class _MixtureTree:
         for field, value in settings.items():
             if field not in child:
                 kind = "node" if "children" in child else "source"
-                raise ConfigError(f"{where}.{field}: a {kind} has no {field}; found {value!r} for {setting.child!r}")
+                raise ConfigError(
+                    f"{where}.{field}: a {kind} has no {field}; found {value!r} for {setting.child!r}"
+                )
             child[field] = value
         if setting.paused is not None:
             child["presence"] = "paused" if setting.paused else "live"
@@ -179,7 +205,9 @@ class _MixtureTree:
     def drop(self, name: str, where: str) -> None:
         place = self._find(name, where)
         if place.parent is None:
-            raise ConfigError(f"{where}: {name!r} is the whole mixture; drop sources or nodes of it")
+            raise ConfigError(
+                f"{where}: {name!r} is the whole mixture; drop sources or nodes of it"
+            )
         self._drop_all(place.child)
 
     def _drop_all(self, child: dict[str, Any]) -> None:
@@ -191,7 +219,9 @@ class _MixtureTree:
     def add(self, addition: Addition, where: str) -> None:
         parent = self._find(addition.to, f"{where}.to").child
         if "children" not in parent:
-            raise ConfigError(f"{where}.to: {addition.to!r} is a source; expected a node's alias or place")
+            raise ConfigError(
+                f"{where}.to: {addition.to!r} is a source; expected a node's alias or place"
+            )
         is_node = "children" in addition.child or "policy" in addition.child
         kind: type[NodeConfig | SourceConfig] = NodeConfig if is_node else SourceConfig
         added = parsed(kind, addition.child, f"{where}.child", self._config.catalog)
@@ -213,7 +243,9 @@ class _MixtureTree:
 
     def _numbered(self, child: Child, where: str) -> dict[str, Any]:
         if isinstance(child, SourceConfig):
-            known = next((source for source in self._config.sources if source.source == child.source), None)
+            known = next(
+                (source for source in self._config.sources if source.source == child.source), None
+            )
             if known is not None:
                 return self._taken_back(known, child, where)
             return child.model_dump() | {"id": next(self._source_ids)}
@@ -249,20 +281,28 @@ class _MixtureTree:
         )
         raise ConfigError(f"{where}: the mixture has no {name!r}; it has {known}")
 
-    def _places(self, child: dict[str, Any], parent: dict[str, Any] | None, path: str) -> Iterator[_TreePlace]:
+    def _places(
+        self, child: dict[str, Any], parent: dict[str, Any] | None, path: str
+    ) -> Iterator[_TreePlace]:
         """Places are counted as ``as_file`` shows them; what was dropped has none."""
         yield _TreePlace(child, parent, path)
         number = count()
         for below in child.get("children", ()):
             is_shown = below["presence"] != "dropped" and path
-            yield from self._places(below, child, f"{path}.children.{next(number)}" if is_shown else "")
+            yield from self._places(
+                below, child, f"{path}.children.{next(number)}" if is_shown else ""
+            )
 
 
 def _refuse_another(known: SourceConfig, source: SourceConfig) -> None:
     """Whether a source of the run's is read as it was. Raises ``ConfigError``."""
     for field in UNREVISABLE:
         if getattr(known, field) != getattr(source, field):
-            makes = "another order of its rows" if field in DRAWN else "other documents of the same rows"
+            makes = (
+                "another order of its rows"
+                if field in DRAWN
+                else "other documents of the same rows"
+            )
             raise ConfigError(
                 f"{source.source!r}: {field} is {field_text(getattr(known, field))} in this run and "
                 f"{field_text(getattr(source, field))} in the new mixture, or in a phase; that would make {makes}: "

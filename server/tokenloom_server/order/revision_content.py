@@ -52,7 +52,9 @@ def _checked_content(
 ) -> dict[str, Any]:
     factory = timeline.at(sample_index)
     config = _changed_config(timeline, change, sample_index)
-    files = _new_files(factory, config) | dict(_appended(factory, name) for name in change.append_files)
+    files = _new_files(factory, config) | dict(
+        _appended(factory, name) for name in change.append_files
+    )
     content = content_of(config)
     if plugins := plugins_of(source.spec for source in config.sources):
         content["plugins"] = plugins_to_json(plugins)
@@ -66,9 +68,15 @@ def _checked_content(
     after = revised(factory, content)
     known = files_of(factory)
     lines = differences(factory.config, config)
-    lines += [f"{spec}: {len(files[spec]) - len(known[spec])} files more" for spec in files if spec in known]
+    lines += [
+        f"{spec}: {len(files[spec]) - len(known[spec])} files more"
+        for spec in files
+        if spec in known
+    ]
     for source in config.sources:
-        rows = after.record.excluded.count(source.source) - factory.record.excluded.count(source.source)
+        rows = after.record.excluded.count(source.source) - factory.record.excluded.count(
+            source.source
+        )
         if rows:
             lines.append(f"{source.name}: {rows} row{'s' * (rows != 1)} left out of each epoch")
     if not lines:
@@ -79,7 +87,9 @@ def _checked_content(
     content["changes"] = [*lines, *_ended_by_a_phase(timeline, sample_index)]
     # Those that the run's record has need not be carried by every state.
     recorded = timeline.first.record.size_estimates
-    return content | estimates_to_json({i: e for i, e in after.record.size_estimates.items() if recorded.get(i) != e})
+    return content | estimates_to_json(
+        {i: e for i, e in after.record.size_estimates.items() if recorded.get(i) != e}
+    )
 
 
 def _changed_config(timeline: Timeline, change: MixtureChange, sample_index: int) -> RunConfig:
@@ -88,9 +98,15 @@ def _changed_config(timeline: Timeline, change: MixtureChange, sample_index: int
     before = factory.config
     _check_batches(before, change, sample_index)
     config = changed(before, change)
-    if change.mixture is not None and config.mixture.max_tokens is None and _in_last_phase(timeline, sample_index):
+    if (
+        change.mixture is not None
+        and config.mixture.max_tokens is None
+        and _in_last_phase(timeline, sample_index)
+    ):
         # The mixture is another one; where the run ends is not a part of it.
-        config = validated(config, config.mixture.model_dump() | {"max_tokens": before.mixture.max_tokens})
+        config = validated(
+            config, config.mixture.model_dump() | {"max_tokens": before.mixture.max_tokens}
+        )
     _check_limits(before, config)
     builder.check_named(config, factory.resources)
     return config
@@ -128,12 +144,18 @@ def _new_files(factory: PipelineFactory, config: RunConfig) -> dict[str, tuple[S
     """The files of sources that the run did not have, as they are now."""
     known = files_of(factory)
     new = [source.spec for source in config.sources if source.source not in known]
-    return {files.spec: files.shards for files in build(new, factory.resources.base_dir).sources} if new else {}
+    return (
+        {files.spec: files.shards for files in build(new, factory.resources.base_dir).sources}
+        if new
+        else {}
+    )
 
 
 def _appended(factory: PipelineFactory, name: str) -> tuple[str, tuple[Shard, ...]]:
     """The spec of a source that is to have more files, and all of them."""
-    source = next((source for source in factory.config.sources if name in (source.alias, source.source)), None)
+    source = next(
+        (source for source in factory.config.sources if name in (source.alias, source.source)), None
+    )
     if source is None:
         names = ", ".join(repr(source.name) for source in factory.config.sources)
         raise ConfigError(f"append_files: the mixture has no source {name!r}; it has {names}")
@@ -146,7 +168,9 @@ def _appended(factory: PipelineFactory, name: str) -> tuple[str, tuple[Shard, ..
     known = files_of(factory).get(source.source, ())
     new = scheme_of(source.spec).more_shards(source.spec, known, factory.resources.base_dir)
     if not new:
-        raise ConfigError(f"append_files: {name!r} has no file that the run does not read already ({len(known)} files)")
+        raise ConfigError(
+            f"append_files: {name!r} has no file that the run does not read already ({len(known)} files)"
+        )
     return source.source, (*known, *new)
 
 
@@ -168,12 +192,16 @@ def _returning(
     try:
         back = returning(preserved, after, len(before.config.sources), from_start=change.from_start)
     except SnapshotInvalid as error:
-        raise ConfigError(f"{error}; or have it read from its first row: from_start (--from-start)") from None
+        raise ConfigError(
+            f"{error}; or have it read from its first row: from_start (--from-start)"
+        ) from None
     for was, source in zip(before.config.sources, sources, strict=False):
         if was.presence != "dropped" or source.presence == "dropped":
             continue
         if change.from_start and not source.in_file_order:
-            raise ConfigError(f"from_start: {source.name} is shuffled or has lanes, and only goes on where it stood")
+            raise ConfigError(
+                f"from_start: {source.name} is shuffled or has lanes, and only goes on where it stood"
+            )
         back.append(Returning(source.id, "", None if change.from_start else ()))
     return back
 
@@ -185,10 +213,14 @@ def _line(one: Returning, after: PipelineFactory, timeline: Timeline, state: Sta
         return f"{name}: is read from its first row"
     if not one.entry:
         sources = timeline.at(state.sample_index).config.sources if state is not None else ()
-        if state is None or not any(each.id == one.source and each.presence == "dropped" for each in sources):
+        if state is None or not any(
+            each.id == one.source and each.presence == "dropped" for each in sources
+        ):
             return f"{name}: goes on where it is when it is dropped"
         known = state.sources[one.source]
-    line = position_line(record.specs[one.source], one.carried(known), record.shard_paths[one.source])
+    line = position_line(
+        record.specs[one.source], one.carried(known), record.shard_paths[one.source]
+    )
     return f"{name}: goes on: {line}"
 
 
@@ -196,7 +228,11 @@ def _ended_by_a_phase(timeline: Timeline, sample_index: int) -> Iterator[str]:
     """A note, where a change holds only until a phase brings a mixture of its own; what was dropped stays so."""
     phases = timeline.first.config.phases
     for segment in timeline.segments:
-        brings = segment.phase is not None and segment.phase < len(phases) and phases[segment.phase].mixture
+        brings = (
+            segment.phase is not None
+            and segment.phase < len(phases)
+            and phases[segment.phase].mixture
+        )
         if brings and segment.begin > sample_index:
             yield f"until sample {segment.begin}, where phase {segment.phase} begins with a mixture of its own"
             return
@@ -205,5 +241,7 @@ def _ended_by_a_phase(timeline: Timeline, sample_index: int) -> Iterator[str]:
 def _in_last_phase(timeline: Timeline, sample_index: int) -> bool:
     """Whether a sample lies in a last phase that ends the run."""
     phases = timeline.first.config.phases
-    begins = (segment.begin for segment in timeline.segments if (segment.phase or 0) >= len(phases) - 1)
+    begins = (
+        segment.begin for segment in timeline.segments if (segment.phase or 0) >= len(phases) - 1
+    )
     return bool(phases) and phases[-1].until_tokens is not None and sample_index >= min(begins)

@@ -19,7 +19,12 @@ from tokenloom_server.order.resources import RunResources
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.sources.manifest import Manifest
-from tokenloom_server.tokenizer.choose import EngineChoice, EngineRecord, choose_engine, serving_engine
+from tokenloom_server.tokenizer.choose import (
+    EngineChoice,
+    EngineRecord,
+    choose_engine,
+    serving_engine,
+)
 from tokenloom_server.tokenizer.definition import TokenizerDefinition
 from tokenloom_server.tokenizer.engine_ids import EngineIds
 
@@ -35,7 +40,10 @@ class RecordedEngine(NamedTuple):
 
 
 def chosen_engine(
-    config: RunConfig, resources: RunResources, manifest: Manifest, definition: TokenizerDefinition | None
+    config: RunConfig,
+    resources: RunResources,
+    manifest: Manifest,
+    definition: TokenizerDefinition | None,
 ) -> EngineChoice | None:
     """What encodes the run's text; None where no source holds any."""
     texts = _text_sources(config, resources, manifest, definition)
@@ -49,7 +57,11 @@ def chosen_engine(
     choice = choose_engine(
         definition,
         config.special_tokens_in_text,
-        in_threads(lambda text: _first_rows(text[1]), texts, remote=any(source.spec.is_remote for source, _ in texts)),
+        in_threads(
+            lambda text: _first_rows(text[1]),
+            texts,
+            remote=any(source.spec.is_remote for source, _ in texts),
+        ),
         cpu_clock_s=time.thread_time,
     )
     _log_engine(config, choice)
@@ -77,7 +89,9 @@ def recorded_engine(
         texts = _text_sources(config, resources, manifest, definition)
         pairs = list(zip(texts, ids.sources, strict=True))
         remote = any(source.spec.is_remote for source, _ in texts)
-        return in_threads(lambda pair: (pair[0][0].source, _texts(pair[0][1], pair[1].rows)), pairs, remote=remote)
+        return in_threads(
+            lambda pair: (pair[0][0].source, _texts(pair[0][1], pair[1].rows)), pairs, remote=remote
+        )
 
     engine = EngineRecord(**recorded["tokenizer"])
     ids = EngineIds.from_json(recorded["engine_ids"]) if "engine_ids" in recorded else None
@@ -89,7 +103,10 @@ def recorded_engine(
 
 
 def _text_sources(
-    config: RunConfig, resources: RunResources, manifest: Manifest, definition: TokenizerDefinition | None
+    config: RunConfig,
+    resources: RunResources,
+    manifest: Manifest,
+    definition: TokenizerDefinition | None,
 ) -> list[tuple[SourceConfig, Source]]:
     """The sources that hold text, each with a reader."""
     sources = [source for _, source in config.named_sources()]
@@ -101,13 +118,19 @@ def _text_sources(
         sources,
         remote=any(source.spec.is_remote for source in sources),
     )
-    return [(source, reader) for source, reader in zip(sources, readers, strict=True) if reader.content is Content.TEXT]
+    return [
+        (source, reader)
+        for source, reader in zip(sources, readers, strict=True)
+        if reader.content is Content.TEXT
+    ]
 
 
 def _log_engine(config: RunConfig, choice: EngineChoice) -> None:
     record, reason = choice.record, choice.reason
     level = logging.INFO if record.engine != "tokenizers" else logging.WARNING
-    _log.log(level, "%s: tokeniser engine %s %s: %s", config.run, record.engine, record.version, reason)
+    _log.log(
+        level, "%s: tokeniser engine %s %s: %s", config.run, record.engine, record.version, reason
+    )
 
 
 def _texts(source: Source, count: int) -> list[str | None]:

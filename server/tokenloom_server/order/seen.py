@@ -29,7 +29,9 @@ def load(
         digest = hashlib.sha256(read_file(path, MAX_BYTES)).hexdigest()
         flags = np.load(path, allow_pickle=False) if digest == seen.sha256 else None
     except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"seen.file: {seen.file!r} cannot be read: {error}; write it with numpy.save") from None
+        raise ConfigError(
+            f"seen.file: {seen.file!r} cannot be read: {error}; write it with numpy.save"
+        ) from None
     if flags is None:
         raise SourceChanged(
             f"seen.file: {seen.file!r} lists the rows that another loader gave, and has another content now: found "
@@ -38,7 +40,11 @@ def load(
     ends = np.cumsum(row_counts)
     shapes = [(ends[count - 1],) for count in file_counts]
     if not isinstance(flags, np.ndarray) or flags.dtype != np.bool_ or flags.shape not in shapes:
-        actual = f"{flags.dtype} of shape {flags.shape}" if isinstance(flags, np.ndarray) else "several arrays"
+        actual = (
+            f"{flags.dtype} of shape {flags.shape}"
+            if isinstance(flags, np.ndarray)
+            else "several arrays"
+        )
         raise ConfigError(
             f"seen.file: {seen.file!r} holds {actual}, expected one bool for each of the source's {ends[-1]} rows: it "
             "is of other data, or no file of flags; make it again for these"
@@ -51,4 +57,7 @@ def with_seen(excluded: Mapping[int, Int64s], seen: Mapping[int, Int64s]) -> Map
     """The rows of both, by shard."""
     shards = excluded.keys() | seen.keys()
     nothing = np.zeros(0, np.int64)
-    return {shard: np.union1d(excluded.get(shard, nothing), seen.get(shard, nothing)) for shard in shards}
+    return {
+        shard: np.union1d(excluded.get(shard, nothing), seen.get(shard, nothing))
+        for shard in shards
+    }

@@ -63,9 +63,13 @@ def skip_content(skips: Mapping[int, int]) -> dict[str, Any]:
     """The content of a revision that changes no config, and says all that a run passes over: how many samples of its
     order, by sample index."""
     changes = [
-        f"at sample {index:,}, {samples:,} samples of the order are passed over" for index, samples in skips.items()
+        f"at sample {index:,}, {samples:,} samples of the order are passed over"
+        for index, samples in skips.items()
     ]
-    return {"skips": [*skips.items()], "changes": changes or ["nothing of the order is passed over any more"]}
+    return {
+        "skips": [*skips.items()],
+        "changes": changes or ["nothing of the order is passed over any more"],
+    }
 
 
 def skips_after(skips: Mapping[int, int], index: int, samples: int) -> dict[int, int]:
@@ -78,7 +82,9 @@ def skips_after(skips: Mapping[int, int], index: int, samples: int) -> dict[int,
     return dict(sorted(passed.items()))
 
 
-def with_skips(segments: Sequence[TimelineSegment], skips: Mapping[int, int]) -> Iterator[TimelineSegment]:
+def with_skips(
+    segments: Sequence[TimelineSegment], skips: Mapping[int, int]
+) -> Iterator[TimelineSegment]:
     """The segments of a run, cut where samples are passed over."""
     for segment, after in zip(segments, [*segments[1:], None], strict=True):
         for index, samples in skips.items():
@@ -124,23 +130,34 @@ def _in_phase(
 
 def files_to_json(files: Mapping[str, Sequence[Shard]]) -> dict[str, list[list[Any]]]:
     """By spec: path, size and fingerprint of each file."""
-    return {spec: [[shard.path, shard.size, shard.fingerprint] for shard in shards] for spec, shards in files.items()}
+    return {
+        spec: [[shard.path, shard.size, shard.fingerprint] for shard in shards]
+        for spec, shards in files.items()
+    }
 
 
 def revised(before: PipelineFactory, content: Mapping[str, Any]) -> PipelineFactory:
     """The order that a revision's content makes of a run."""
     record, base_dir = before.record, before.resources.base_dir
-    config = with_content(before.config, {**content, "sequence_length": before.config.sequence_length})
+    config = with_content(
+        before.config, {**content, "sequence_length": before.config.sequence_length}
+    )
     files = files_of(before)
     for spec, shards in content.get("shards", {}).items():
         files[spec] = tuple(Shard(path, size, fingerprint) for path, size, fingerprint in shards)
     plugins = record.manifest.plugins | plugins_from_json(content.get("plugins", {}))
     transforms = {**record.manifest.transforms, **content.get("transforms", {})}
-    manifest = Manifest(tuple(SourceFiles(spec, shards) for spec, shards in files.items()), plugins, transforms)
+    manifest = Manifest(
+        tuple(SourceFiles(spec, shards) for spec, shards in files.items()), plugins, transforms
+    )
     named: dict[str, tuple[str, list[str]]] = {}
     for source in config.sources:
         paths = [shard.path for shard in manifest.shards(source.source)]
-        named |= {name: (source.source, paths) for name in (source.source, source.alias) if name is not None}
+        named |= {
+            name: (source.source, paths)
+            for name in (source.source, source.alias)
+            if name is not None
+        }
     listed = [ExclusionFile(*file) for file in content.get("exclude", ())]
     excluded: Exclusions = record.excluded
     known = excluded.files
@@ -148,7 +165,9 @@ def revised(before: PipelineFactory, content: Mapping[str, Any]) -> PipelineFact
         excluded = exclusions.load(listed, base_dir, named)
     elif len(listed) > len(known):
         # Those before are known, by the names that sources had then.
-        excluded = exclusions.joined(excluded, exclusions.load(listed[len(known) :], base_dir, named))
+        excluded = exclusions.joined(
+            excluded, exclusions.load(listed[len(known) :], base_dir, named)
+        )
     return builder.under(before, config, manifest, excluded, estimates_from_json(content))
 
 
@@ -196,9 +215,16 @@ def _refuse_unfilled(uses: Sequence[tuple[PipelineFactory, SourceConfig]]) -> No
     makes_any = config.packing != "concat" or config.tail == "pad" or config.batching is not None
     # Ids that rearranged documents have beside their own are not measured; and nobody waits here for remote storage.
     is_unknown = source.fim is not None or source.spec.is_remote
-    if makes_any or is_unknown or math.isinf(epochs) or size > min(_SMALL_BYTES * length, ENCODED_BYTES):
+    if (
+        makes_any
+        or is_unknown
+        or math.isinf(epochs)
+        or size > min(_SMALL_BYTES * length, ENCODED_BYTES)
+    ):
         return
-    tokens = (factory.record.size_estimates.get(source.id) or measure(factory, source.id)).epoch_tokens
+    tokens = (
+        factory.record.size_estimates.get(source.id) or measure(factory, source.id)
+    ).epoch_tokens
     if 0 < tokens * epochs < length:
         raise SourceError(
             f"{source.name}: it has {tokens:,} tokens and is read {epochs:g} times, and a sample takes {length:,} "
@@ -208,11 +234,16 @@ def _refuse_unfilled(uses: Sequence[tuple[PipelineFactory, SourceConfig]]) -> No
 
 
 def lay(
-    first: PipelineFactory, revisions: Sequence[StoredRevision], origin: Origin | None, clock_offset: int
+    first: PipelineFactory,
+    revisions: Sequence[StoredRevision],
+    origin: Origin | None,
+    clock_offset: int,
 ) -> Iterator[TimelineSegment]:
     """The segments of a run, in order. Raises what ``builder.under`` does."""
     phases, factory = first.config.phases, first
-    begin, tokens = (0, clock_offset) if origin is None else (origin.sample_index, origin.total_tokens)
+    begin, tokens = (
+        (0, clock_offset) if origin is None else (origin.sample_index, origin.total_tokens)
+    )
     # A run that was forked, or goes on by another clock, begins in the phase that its tokens lie in.
     over = [phase.until_tokens is not None and phase.until_tokens <= tokens for phase in phases]
     present = over.index(False) if False in over else len(phases)
@@ -246,7 +277,14 @@ def lay(
                 grown, phase_here = tuple(sorted({*grown, *segment.grown})), segment.phase
                 returning, replaced = segment.returning + returning, (*segment.replaced, segment)
             segment = TimelineSegment(
-                revision.sample_index, tokens, factory, grown, returning, phase_here, revision, replaced=replaced
+                revision.sample_index,
+                tokens,
+                factory,
+                grown,
+                returning,
+                phase_here,
+                revision,
+                replaced=replaced,
             )
         if end is None:
             yield segment

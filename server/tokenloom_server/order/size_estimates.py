@@ -176,8 +176,14 @@ def _estimate(
 ) -> TokenCurve:
     """What so many ``rows`` have; those that were not looked at are as those that were."""
     config = factory.config
-    parts = [(stratum, sample.all_tokens(factory) * stratum.rows / sample.rows, sample) for stratum, sample in samples]
-    stood_for, tokens = sum(stratum.rows for stratum, _, _ in parts), sum((own for _, own, _ in parts), Fraction(0))
+    parts = [
+        (stratum, sample.all_tokens(factory) * stratum.rows / sample.rows, sample)
+        for stratum, sample in samples
+    ]
+    stood_for, tokens = (
+        sum(stratum.rows for stratum, _, _ in parts),
+        sum((own for _, own, _ in parts), Fraction(0)),
+    )
     every = np.concatenate([sample.lengths for _, sample in samples])
     sample_tokens = _scaled(factory, tokens, every) * _unseen_share(factory, source_id, rows)
     order = _reading_order(factory, source_id)
@@ -216,7 +222,9 @@ def _reading_order(factory: PipelineFactory, source_id: int) -> Sequence[int]:
     shards, epochs = range(len(factory.record.shards[source_id])), config.epochs[source_id]
     if source.shuffle == "shards" and source.lanes == 1 and len(shards) <= MOST_PLACES:
         # That of the last epoch, in which it comes to its end.
-        return shuffled_files(len(shards), config.seed, source_id, 0 if math.isinf(epochs) else math.ceil(epochs) - 1)
+        return shuffled_files(
+            len(shards), config.seed, source_id, 0 if math.isinf(epochs) else math.ceil(epochs) - 1
+        )
     return shards if source.in_file_order else ()
 
 
@@ -228,7 +236,9 @@ def _many_lines(
     # No file with a line is smaller than a byte order mark and it.
     filled = [shard for shard, file in enumerate(reader.shards) if file.size > len(BOM)]
     chosen, sizes = _spread(filled), [shard.size for shard in reader.shards]
-    reader.by_bytes = places == MOST_PLACES and not any(codec_of(reader.shards[shard].path) for shard in chosen)
+    reader.by_bytes = places == MOST_PLACES and not any(
+        codec_of(reader.shards[shard].path) for shard in chosen
+    )
     parts = list(_strata(chosen, sizes, places if reader.by_bytes else 1))
     budget = _Budget.of(sum(sizes), len(parts))
     samples, size = [], 0
@@ -242,11 +252,16 @@ def _many_lines(
         rows = max(1, round(Fraction(part.rows * sample.rows, read)))
         samples.append((part._replace(rows=rows), sample))
         size += part.rows
-    return samples, max(1, round(Fraction(sum(sizes) * sum(stratum.rows for stratum, _ in samples), size)))
+    return samples, max(
+        1, round(Fraction(sum(sizes) * sum(stratum.rows for stratum, _ in samples), size))
+    )
 
 
 def _strata(
-    chosen: list[int], counts: list[int], places: int, blocks: Callable[[int], npt.NDArray[np.int64]] | None = None
+    chosen: list[int],
+    counts: list[int],
+    places: int,
+    blocks: Callable[[int], npt.NDArray[np.int64]] | None = None,
 ) -> Iterator[_Stratum]:
     """Of each chosen shard equal parts; read in the middle, where a block begins, if ``blocks`` say that one does."""
     parts = max(1, places // len(chosen))
@@ -255,7 +270,11 @@ def _strata(
         for begin, end in pairwise(edges):
             if begin < end:
                 middle = (begin + end) // 2
-                row = 0 if blocks is None else int(blocks(shard)[np.searchsorted(blocks(shard), middle, "right") - 1])
+                row = (
+                    0
+                    if blocks is None
+                    else int(blocks(shard)[np.searchsorted(blocks(shard), middle, "right") - 1])
+                )
                 yield _Stratum(shard, max(begin, row), end - begin)
 
 
@@ -283,4 +302,6 @@ def _sample(reader: Source, encoder: Encoder, stratum: _Stratum, budget: _Budget
         size += columns.reach(column, budget.read).bytes
         if rows == stratum.rows or size >= budget.read:
             break
-    return _Sample(rows, size, encoded_rows, encoded_bytes, np.concatenate([np.zeros(0, np.int64), *lengths]))
+    return _Sample(
+        rows, size, encoded_rows, encoded_bytes, np.concatenate([np.zeros(0, np.int64), *lengths])
+    )

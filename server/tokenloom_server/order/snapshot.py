@@ -63,7 +63,13 @@ class ResumePoint:
     def of(cls, state: State, notes: tuple[str, ...] = ()) -> ResumePoint:
         """At a state, which begins a lineage of its own."""
         index, tokens = state.sample_index, state.total_tokens
-        return cls(sample_index=index, digest=digest_hex(state.digest), total_tokens=tokens, base=state, notes=notes)
+        return cls(
+            sample_index=index,
+            digest=digest_hex(state.digest),
+            total_tokens=tokens,
+            base=state,
+            notes=notes,
+        )
 
 
 def decode_state(resume_state: str, shape_at: ShapeAt) -> State:
@@ -71,7 +77,9 @@ def decode_state(resume_state: str, shape_at: ShapeAt) -> State:
     return _state(read_resume_state(resume_state), shape_at)
 
 
-def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, config: RunConfig) -> ResumePoint:
+def parse(
+    text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, config: RunConfig
+) -> ResumePoint:
     """Reads and checks a snapshot against the run that it is to resume.
 
     ``template`` holds what the run's own snapshots say (without run_uid and generation, which are the
@@ -88,23 +96,33 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, con
                 refuse(config, differences(config, snapshot.config), SnapshotInvalid)
                 if theirs == digest_of(snapshot.config.get("config")):
                     continue  # it counts otherwise, which makes no difference
-            raise SnapshotInvalid(f"the snapshot's {field} is {theirs!r}, this run's is {ours!r}: {remedy}")
+            raise SnapshotInvalid(
+                f"the snapshot's {field} is {theirs!r}, this run's is {ours!r}: {remedy}"
+            )
     if snapshot.resume_state is None:
         if snapshot.sample_index or int(snapshot.digest, 16) or snapshot.total_tokens:
-            raise SnapshotInvalid(f"resume_state is missing, and sample_index is {snapshot.sample_index}, not 0")
+            raise SnapshotInvalid(
+                f"resume_state is missing, and sample_index is {snapshot.sample_index}, not 0"
+            )
         base, passed = None, dict[int, int]()
     else:
         needed = (*_REMEDIES, "run_uid", "generation", "counts", "real_tokens")
         missing = [field for field in needed if getattr(snapshot, field) is None]
         if missing:
-            raise SnapshotInvalid(f"{', '.join(missing)} missing: they must be there beside resume_state")
+            raise SnapshotInvalid(
+                f"{', '.join(missing)} missing: they must be there beside resume_state"
+            )
         base = _state(snapshot.resume_state, shape_at)
         if base.sample_index > snapshot.sample_index:
             raise SnapshotInvalid(
                 f"resume_state is at sample {base.sample_index}, beyond sample_index {snapshot.sample_index}"
             )
         passed = {skip.sample_index: skip.samples for skip in base.skips}
-        passed |= {i: samples for i, samples in snapshot.resume_state.all_skips if i < snapshot.sample_index}
+        passed |= {
+            i: samples
+            for i, samples in snapshot.resume_state.all_skips
+            if i < snapshot.sample_index
+        }
         shape = shape_at(snapshot.sample_index, base.clock_offset)
         check_position("", snapshot.sample_index, snapshot.total_tokens, snapshot.digest, shape)
     return ResumePoint(
@@ -123,7 +141,11 @@ def parse(text: str | bytes, template: Mapping[str, Any], shape_at: ShapeAt, con
 def _gives_the_same(snapshot: SnapshotDocument, template: Mapping[str, Any]) -> bool:
     """Whether the snapshot's engine gave for the run's rows what the run's own engine gave, with the same tokeniser."""
     same_files = (snapshot.tokenizer or {}).get("digest") == template["tokenizer"]["digest"]
-    return same_files and snapshot.engine_ids is not None and snapshot.engine_ids == template.get("engine_ids")
+    return (
+        same_files
+        and snapshot.engine_ids is not None
+        and snapshot.engine_ids == template.get("engine_ids")
+    )
 
 
 _REMEDIES = {
@@ -150,7 +172,10 @@ def _state(resume: ResumeStateDocument, shape_at: ShapeAt) -> State:
         )
     sources = _sources(datasets, shape)
     nodes = tuple(
-        tuple(ChildState(samples, tokens, credit, bool(out), *made) for samples, tokens, credit, out, *made in children)
+        tuple(
+            ChildState(samples, tokens, credit, bool(out), *made)
+            for samples, tokens, credit, out, *made in children
+        )
         for children in resume.nodes
     )
     skips = _skips(resume)
@@ -188,13 +213,18 @@ def _sources(datasets: Sequence[KnownDataset], shape: Shape) -> tuple[SourceStat
     for i, dataset in enumerate(datasets):
         where, shuffle = f"resume_state.datasets.{i}", shape.shuffles[i]
         if dataset.id != i:
-            raise SnapshotInvalid(f"{where}: id is {dataset.id}, but {dataset.spec!r} is this run's source {i}")
+            raise SnapshotInvalid(
+                f"{where}: id is {dataset.id}, but {dataset.spec!r} is this run's source {i}"
+            )
         if dataset.shuffle != shuffle:
             raise SnapshotInvalid(
                 f"{where}: shuffle is {dataset.shuffle!r}, but {dataset.spec!r} of this run has {shuffle!r}"
             )
         check_place(where, i, dataset, shape)
-        if shape.total_tokens is None and dataset.token_offset != dataset.samples * shape.sample_tokens:
+        if (
+            shape.total_tokens is None
+            and dataset.token_offset != dataset.samples * shape.sample_tokens
+        ):
             raise SnapshotInvalid(
                 f"{where}: token_offset is {dataset.token_offset}, but {dataset.samples} samples of "
                 f"{shape.sample_tokens} tokens have {dataset.samples * shape.sample_tokens}"
@@ -216,7 +246,10 @@ class ForeignSnapshot(SnapshotDocument):
     @property
     def revisions(self) -> Sequence[tuple[int, Mapping[str, Any]]]:
         """(sample index, content) of the revisions that it carries."""
-        return [(revision.sample_index, revision.content) for revision in self.resume_state.revisions or ()]
+        return [
+            (revision.sample_index, revision.content)
+            for revision in self.resume_state.revisions or ()
+        ]
 
     @property
     def skips(self) -> tuple[Skip, ...]:
@@ -235,7 +268,9 @@ class ForeignSnapshot(SnapshotDocument):
 
     def sources(self) -> Sequence[KnownDataset]:
         """Where they stand at the sample index of ``resume_state``, which may lie before that of the snapshot."""
-        return [dataset for dataset in self.resume_state.datasets if isinstance(dataset, KnownDataset)]
+        return [
+            dataset for dataset in self.resume_state.datasets if isinstance(dataset, KnownDataset)
+        ]
 
     def at(self, state: State, shape: Shape) -> ForeignSnapshot:
         """The snapshot with a state of its run that lies after that of ``resume_state``."""
@@ -246,4 +281,8 @@ class ForeignSnapshot(SnapshotDocument):
 def read_foreign(text: str | bytes) -> ForeignSnapshot | None:
     """What a snapshot says, whichever run it is of; None where that has not begun. Raises ``SnapshotInvalid``."""
     document = read_document(text)
-    return ForeignSnapshot.model_construct(**dict(document)) if document.resume_state is not None else None
+    return (
+        ForeignSnapshot.model_construct(**dict(document))
+        if document.resume_state is not None
+        else None
+    )

@@ -23,7 +23,13 @@ from tokenloom_server.core.state import (
     tokens_in_row,
 )
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.order.snapshot_document import SKIPPED, FileDataset, KnownDataset, ResumeStateDocument, lane_of
+from tokenloom_server.order.snapshot_document import (
+    SKIPPED,
+    FileDataset,
+    KnownDataset,
+    ResumeStateDocument,
+    lane_of,
+)
 from tokenloom_server.order.state_shape import Shape
 
 
@@ -32,7 +38,11 @@ def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
     theirs = [node.model_dump(exclude_none=True) for node in resume.mixture]
     for actual, expected in zip_longest(theirs, shape.mixture):
         # A name decides no order.
-        if actual is None or expected is None or {**actual, "alias": ""} != {**expected, "alias": ""}:
+        if (
+            actual is None
+            or expected is None
+            or {**actual, "alias": ""} != {**expected, "alias": ""}
+        ):
             raise SnapshotInvalid(
                 f"resume_state.mixture at sample {resume.sample_index} has {_shortened(actual)}, but in force there is "
                 f"{_shortened(expected)}: a revision was dropped or made elsewhere; use that run's ledger, or an empty "
@@ -41,7 +51,9 @@ def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
     # Limits, files and rows that are left out are not among what describes a node.
     changes = [revision for revision in resume.revisions or () if "skips" not in revision.content]
     in_force = [revision for revision in changes if revision.sample_index <= resume.sample_index]
-    made_under = (in_force[-1].sample_index, canonical_content(in_force[-1].content)) if in_force else None
+    made_under = (
+        (in_force[-1].sample_index, canonical_content(in_force[-1].content)) if in_force else None
+    )
     if made_under != shape.revision:
         raise SnapshotInvalid(
             f"resume_state.revisions at sample {resume.sample_index} has {_of_revision(made_under)}, but in force "
@@ -52,7 +64,9 @@ def check_mixture(resume: ResumeStateDocument, shape: Shape) -> None:
 
 def canonical_content(content: Mapping[str, Any]) -> str:
     """What a revision makes of the run, as canonical JSON: not when it was made."""
-    return canonical({key: value for key, value in content.items() if key not in ("generation", "known_from")})
+    return canonical(
+        {key: value for key, value in content.items() if key not in ("generation", "known_from")}
+    )
 
 
 def _of_revision(revision: tuple[int, str] | None) -> str:
@@ -64,13 +78,17 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 200 else text[:199] + "…"
 
 
-def check_position(where: str, sample_index: int, total_tokens: int, digest: str, shape: Shape) -> None:
+def check_position(
+    where: str, sample_index: int, total_tokens: int, digest: str, shape: Shape
+) -> None:
     if int(digest, 16) >= DIGEST_MODULUS:
         raise SnapshotInvalid(f"{where}digest {digest!r} is not below 2^127 − 1")
     expected = shape.tokens_at(sample_index)
     if total_tokens != expected:
         of = "" if shape.total_tokens is not None else f" of {shape.sample_tokens} tokens"
-        raise SnapshotInvalid(f"{where}total_tokens is {total_tokens}, but {sample_index} samples{of} have {expected}")
+        raise SnapshotInvalid(
+            f"{where}total_tokens is {total_tokens}, but {sample_index} samples{of} have {expected}"
+        )
 
 
 def check_lanes(i: int, dataset: KnownDataset, shape: Shape) -> None:
@@ -78,14 +96,20 @@ def check_lanes(i: int, dataset: KnownDataset, shape: Shape) -> None:
     where, several = f"resume_state.datasets.{i}: ", shape.lanes[i]
     expected = several if several > 1 and dataset.samples else 0
     if len(dataset.lanes) != expected:
-        raise SnapshotInvalid(f"{where}lanes has {len(dataset.lanes)} entries, but this run's source has {expected}")
+        raise SnapshotInvalid(
+            f"{where}lanes has {len(dataset.lanes)} entries, but this run's source has {expected}"
+        )
     lanes = [lane_of(entry) for entry in dataset.lanes]
     for field in ("samples", "rows", *RowCounts._fields) if lanes else ():
         total = sum(getattr(entry, field) for entry in dataset.lanes)
         if total != getattr(dataset, field):
-            raise SnapshotInvalid(f"{where}{field} is {getattr(dataset, field)}, but its lanes have {total}")
+            raise SnapshotInvalid(
+                f"{where}{field} is {getattr(dataset, field)}, but its lanes have {total}"
+            )
     if lanes and dataset.cursor not in [lane.cursor for lane in lanes]:
-        raise SnapshotInvalid(f"{where}none of its lanes stands where the source does, at {dataset.cursor}")
+        raise SnapshotInvalid(
+            f"{where}none of its lanes stands where the source does, at {dataset.cursor}"
+        )
     for number, lane in enumerate(lanes):
         check_place(f"{where}lanes.{number}", i, lane, shape)
 
@@ -109,7 +133,9 @@ def check_place(where: str, source: int, standing: KnownDataset | Lane, shape: S
             f"{_NAMED_BY[kind]}: restore the mixture file that the state was made under"
         )
     if isinstance(first, FileCursor) and first.shard >= len(shards):
-        raise SnapshotInvalid(f"{where}: shard_index is {first.shard}, but this run's source has {len(shards)} files")
+        raise SnapshotInvalid(
+            f"{where}: shard_index is {first.shard}, but this run's source has {len(shards)} files"
+        )
     if isinstance(standing, FileDataset) and standing.shard != shards[standing.shard_index]:
         raise SnapshotInvalid(
             f"{where}: shard {standing.shard!r} at {standing.shard_index} is not in this run's manifest of "
@@ -151,14 +177,21 @@ def check_nodes(
 ) -> None:
     """The tree has the run's shape, what a node counts of a child is what the child says itself, and all are those up
     to a sample index and so many that were passed over."""
-    counts, expected = [len(children) for children in nodes], [len(ids) for ids in shape.nodes.values()]
+    counts, expected = (
+        [len(children) for children in nodes],
+        [len(ids) for ids in shape.nodes.values()],
+    )
     if counts != expected:
         raise SnapshotInvalid(
             f"resume_state.nodes: the nodes have {counts} children, but this run's mixture has {expected}"
         )
     by_number = dict(zip(shape.nodes, nodes, strict=True))
-    issued = {number: sum(child.samples for child in children) for number, children in by_number.items()}
-    tokens = {number: sum(child.tokens for child in children) for number, children in by_number.items()}
+    issued = {
+        number: sum(child.samples for child in children) for number, children in by_number.items()
+    }
+    tokens = {
+        number: sum(child.tokens for child in children) for number, children in by_number.items()
+    }
     if issued[0] + shape.left_samples != sample_index + skipped:
         passed = f", and {skipped} were passed over" if skipped else ""
         raise SnapshotInvalid(

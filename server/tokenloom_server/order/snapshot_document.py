@@ -11,7 +11,16 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, unseal
 
 from tokenloom_server.core.state import (
@@ -42,7 +51,9 @@ _Natural = Annotated[int, _Count]
 _Flag = Annotated[int, Field(ge=0, le=1)]
 #: Samples, tokens, credit, exhausted; and where the node's policy makes the weights itself: weight, total.
 _Child = tuple[_Natural, _Natural, int, _Flag]
-_WeighedChild = tuple[_Natural, _Natural, int, _Flag, Annotated[int, Field(ge=0, le=MAX_SUM)], _Natural]
+_WeighedChild = tuple[
+    _Natural, _Natural, int, _Flag, Annotated[int, Field(ge=0, le=MAX_SUM)], _Natural
+]
 
 
 class _ChildKind(StrEnum):
@@ -64,7 +75,9 @@ _AnyChild = Annotated[
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
+    )
 
 
 class _Counters(_Strict):
@@ -291,7 +304,10 @@ class ResumeStateDocument(_Strict):
     def all_skips(self) -> Sequence[tuple[int, int]]:
         """(sample index, samples) of all that the run passes over."""
         of_origin: Sequence[tuple[int, int]] = (self.origin or {}).get("skips", ())
-        return next((one.content["skips"] for one in self.revisions or () if "skips" in one.content), of_origin)
+        return next(
+            (one.content["skips"] for one in self.revisions or () if "skips" in one.content),
+            of_origin,
+        )
 
 
 def _unpacked(text: str) -> Any:
@@ -315,7 +331,9 @@ class SnapshotDocument(_Strict):
     order_version: int | None = None
     config_digest: str | None = None
     #: What has this digest (``config``), and what is ``beside`` the order.
-    config: Annotated[dict[str, dict[str, Any]], BeforeValidator(_unpacked)] = Field(default_factory=dict)
+    config: Annotated[dict[str, dict[str, Any]], BeforeValidator(_unpacked)] = Field(
+        default_factory=dict
+    )
     manifest_digest: str | None = None
     tokenizer: dict[str, str] | None = None
     #: Of what the engine gave when the run began; None for bytes, and without text.
@@ -373,5 +391,9 @@ def explain(error: ValidationError) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "union_tag_invalid":
         message = f"it stands {fault['ctx']['tag']}, as no lane does"
-    remedy = ": restore it with the Tokenloom release that wrote it" if fault["type"] in _OF_ANOTHER_RELEASE else ""
+    remedy = (
+        ": restore it with the Tokenloom release that wrote it"
+        if fault["type"] in _OF_ANOTHER_RELEASE
+        else ""
+    )
     return f"{field or 'the snapshot'}: {message}; found {str(fault['input'])[:80]!r}{remedy}"

@@ -81,7 +81,12 @@ def _place(cursor: Cursor | None) -> dict[str, Any]:
     """Where a source or a lane stands, by names that say what it is; nothing at its beginning."""
     match cursor:
         case FileCursor(epoch, shard, row, tokens):
-            return {"epoch": epoch, "shard_index": shard, "row_offset": row, "row_token_offset": tokens}
+            return {
+                "epoch": epoch,
+                "shard_index": shard,
+                "row_offset": row,
+                "row_token_offset": tokens,
+            }
         case WindowCursor(epoch, window, row, tokens):
             return {"epoch": epoch, "window": window, "window_row": row, "row_token_offset": tokens}
         case PackedCursor(first, samples):
@@ -101,17 +106,28 @@ def _beside_the_order(source: SourceState) -> dict[str, Any]:
 
 
 def _counts(row_counts: RowCounts) -> dict[str, int]:
-    return {name: count for name, count in row_counts._asdict().items() if count} if any(row_counts) else {}
+    return (
+        {name: count for name, count in row_counts._asdict().items() if count}
+        if any(row_counts)
+        else {}
+    )
 
 
 def _encode_lane(lane: Lane) -> dict[str, Any]:
-    return {**_place(lane.cursor), "samples": lane.samples, "rows": lane.rows, **_counts(lane.row_counts)}
+    return {
+        **_place(lane.cursor),
+        "samples": lane.samples,
+        "rows": lane.rows,
+        **_counts(lane.row_counts),
+    }
 
 
 def _encode_node(children: tuple[ChildState, ...]) -> list[list[int]]:
     rows = [[child.samples, child.tokens, child.credit, int(child.exhausted)] for child in children]
     if any(child.weight or child.total for child in children):
-        rows = [[*row, child.weight, child.total] for row, child in zip(rows, children, strict=True)]
+        rows = [
+            [*row, child.weight, child.total] for row, child in zip(rows, children, strict=True)
+        ]
     return rows
 
 
@@ -121,6 +137,11 @@ def compose(template: Mapping[str, Any], resume_state: str, there: str) -> str:
     state = json.loads(there)
     place = {key: state[key] for key in ("sample_index", "total_tokens", "digest")}
     counts = counts_at(state, state["sample_index"], state["total_tokens"])
-    fields = {**template, **place, "counts": counts, "real_tokens": real_tokens(state["total_tokens"], counts)}
+    fields = {
+        **template,
+        **place,
+        "counts": counts,
+        "real_tokens": real_tokens(state["total_tokens"], counts),
+    }
     texts = {key: canonical(value) for key, value in fields.items()}
     return seal_texts(texts | {"resume_state": resume_state})

@@ -48,7 +48,11 @@ class Shape:
 
     def tokens_at(self, sample_index: int) -> int:
         """The run's total tokens at a sample index."""
-        return self.total_tokens(sample_index) if self.total_tokens is not None else sample_index * self.sample_tokens
+        return (
+            self.total_tokens(sample_index)
+            if self.total_tokens is not None
+            else sample_index * self.sample_tokens
+        )
 
 
 #: The shape that the states of a run have at a sample index, under a ``clock_offset``.

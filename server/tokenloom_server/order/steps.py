@@ -104,7 +104,9 @@ class StepGroup:
     source_ids: npt.NDArray[np.int32]
     #: Of each sample's tokens, those that no document filled, as ``source_ids``; empty where samples are always full.
     padding: npt.NDArray[np.int32]
-    origins: defaultdict[int, list[SampleOrigins]] = field(default_factory=lambda: defaultdict(list))
+    origins: defaultdict[int, list[SampleOrigins]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     dropped_tokens: dict[int, list[int]] = field(default_factory=dict)
     marks: list[StepMark] = field(default_factory=list)
     rotations: list[int] = field(default_factory=list)
@@ -144,7 +146,10 @@ class StepGroup:
         """Tokens and labels of a micro-step over all ranks, as ``RealTokens`` says."""
         if self.real.varies:
             return self.counts[step]
-        samples, (tokens, labels) = self.marks[step].sample_index - self.step_begin(step), self.real.full
+        samples, (tokens, labels) = (
+            self.marks[step].sample_index - self.step_begin(step),
+            self.real.full,
+        )
         return samples * tokens, samples * labels
 
     def run_real_tokens(self, step: int) -> int:
@@ -154,10 +159,18 @@ class StepGroup:
 
     def count(self, first: int, last: int) -> None:
         """Counts the real tokens of the micro-steps [first, last), whose samples and rotations are there."""
-        samples = self.samples.reshape(self.source_ids.shape)[:, first:last].swapaxes(0, 1).reshape(-1)
+        samples = (
+            self.samples.reshape(self.source_ids.shape)[:, first:last].swapaxes(0, 1).reshape(-1)
+        )
         sources = self.source_ids[:, first:last].swapaxes(0, 1)
-        boundaries = self._boundaries(first, last, sources.reshape(-1)) if self.real.mask_boundaries else None
-        tokens, labels = self.real.of(samples.tolist(), last - first, sources.reshape(-1) == PADDING, boundaries)
+        boundaries = (
+            self._boundaries(first, last, sources.reshape(-1))
+            if self.real.mask_boundaries
+            else None
+        )
+        tokens, labels = self.real.of(
+            samples.tolist(), last - first, sources.reshape(-1) == PADDING, boundaries
+        )
         self.counts += zip(tokens.reshape(last - first, -1).sum(1).tolist(), labels, strict=True)
         unfilled = (self.real.full[0] - tokens).reshape(sources.shape) * (sources != PADDING)
         self.padding[:, first:last] = unfilled.swapaxes(0, 1)
@@ -174,7 +187,9 @@ class StepGroup:
         where, padding = np.nonzero(samples), np.empty(0, np.int64)
         if len(self.padding):
             weights = self.padding[:, :last].swapaxes(0, 1).ravel()
-            padding = np.bincount(slots, weights, samples.shape[0] * width).reshape(-1, width)[:, 1:][where]
+            padding = np.bincount(slots, weights, samples.shape[0] * width).reshape(-1, width)[
+                :, 1:
+            ][where]
         return np.count_nonzero(samples, axis=1), where[1], samples[where], padding.astype(np.int64)
 
     def _boundaries(self, first: int, last: int, sources: npt.NDArray[np.int32]) -> Boundaries:
@@ -206,12 +221,16 @@ class StepGroup:
         """Lets the ids go: every rank has consumed them. States can still be made."""
         self.samples = self.samples[:0].copy()
 
-    def document_starts(self, rank: int, first: int, last: int) -> tuple[list[int], npt.NDArray[np.uint32]]:
+    def document_starts(
+        self, rank: int, first: int, last: int
+    ) -> tuple[list[int], npt.NDArray[np.uint32]]:
         """(how many documents begin in each sample, their positions in it) of a rank's micro-steps [first, last)."""
         sources = self.source_ids[rank, first:last].ravel().tolist()
         numbers = self._numbers(last)[rank, first:last].ravel().tolist()
         starts = [
-            np.empty(0, np.uint32) if source == PADDING else self._origins(source, number).starts_of(number)
+            np.empty(0, np.uint32)
+            if source == PADDING
+            else self._origins(source, number).starts_of(number)
             for source, number in zip(sources, numbers, strict=True)
         ]
         return list(map(len, starts)), np.concatenate(starts)
@@ -228,22 +247,30 @@ class StepGroup:
         first = before - np.cumsum([0, *counts[:-1]])
         numbers = np.zeros(self.source_ids.shape, np.int64)
         # Sorted by source, each source's samples are one range of consecutive numbers.
-        numbers.reshape(-1)[where[np.argsort(picks, kind="stable")]] = np.arange(len(picks)) + np.repeat(first, counts)
+        numbers.reshape(-1)[where[np.argsort(picks, kind="stable")]] = np.arange(
+            len(picks)
+        ) + np.repeat(first, counts)
         return numbers
 
     def state_after(self, step: int) -> State:
         """The state after a micro-step."""
         mark = self.marks[step]
         before = self.source_ids[:, : step + 1]
-        counts = np.bincount(before[before != PADDING], minlength=len(mark.stage.start.sources)).tolist()
+        counts = np.bincount(
+            before[before != PADDING], minlength=len(mark.stage.start.sources)
+        ).tolist()
         # A source that came within the group had nothing before.
         known = [*self.base.sources, *[SourceState()] * (len(counts) - len(self.base.sources))]
         numbers = [source.number + count for source, count in zip(known, counts, strict=True)]
         positions = [
-            self._origins(i, numbers[i] - 1).after(numbers[i] - 1) if count else SourcePosition.of(source)
+            self._origins(i, numbers[i] - 1).after(numbers[i] - 1)
+            if count
+            else SourcePosition.of(source)
             for i, (count, source) in enumerate(zip(counts, known, strict=True))
         ]
-        return state_at(mark, numbers, positions, self.dropped_tokens[mark.stage.start.sample_index])
+        return state_at(
+            mark, numbers, positions, self.dropped_tokens[mark.stage.start.sample_index]
+        )
 
     @property
     def of_rows(self) -> bool:
@@ -255,17 +282,24 @@ class StepGroup:
         picks = self.source_ids[0, : step + 1, 0]
         source = int(picks[step])
         before = self.base.sources[source].number if source < len(self.base.sources) else 0
-        batch = self._origins(source, before + int((picks[:-1] == source).sum()) * self.plan.step_samples).batch
+        batch = self._origins(
+            source, before + int((picks[:-1] == source).sum()) * self.plan.step_samples
+        ).batch
         assert batch is not None, "only packers of rows are in a run with batching"
         return batch
 
     def _origins(self, source: int, sample: int) -> SampleOrigins:
         # After a switch blocks are made anew, where those of before may have reached further.
-        return next(origins for origins in reversed(self.origins[source]) if origins.first_sample <= sample)
+        return next(
+            origins for origins in reversed(self.origins[source]) if origins.first_sample <= sample
+        )
 
 
 def state_at(
-    mark: StepMark, numbers: Sequence[int], positions: Sequence[SourcePosition], dropped_tokens: Sequence[int]
+    mark: StepMark,
+    numbers: Sequence[int],
+    positions: Sequence[SourcePosition],
+    dropped_tokens: Sequence[int],
 ) -> State:
     """The state at a mark. By source: the ``numbers`` of their next samples, and where it stands."""
     config, mixer, start = mark.stage
@@ -294,7 +328,14 @@ def state_at(
             owed=before.owed + of_source - tokens * SHARE_UNIT,
         )
         for before, more, position, dropped, out, of_source, tokens in zip(
-            start.sources, since_start, positions, dropped_tokens, exhausted, expected, tokens_since, strict=True
+            start.sources,
+            since_start,
+            positions,
+            dropped_tokens,
+            exhausted,
+            expected,
+            tokens_since,
+            strict=True,
         )
     ]
     return replace(
@@ -313,5 +354,7 @@ def slots_of_steps(plan: BatchPlan, rotations: Sequence[int], first: int) -> npt
     turned = np.array(rotations, np.int64)[:, None]
     ranks = (np.arange(plan.world_size) - turned) % plan.world_size
     rows = ranks * plan.group_micro_steps + np.arange(first, first + len(rotations))[:, None]
-    slots: npt.NDArray[np.int64] = (rows[:, :, None] * plan.batch_size + np.arange(plan.batch_size)).ravel()
+    slots: npt.NDArray[np.int64] = (
+        rows[:, :, None] * plan.batch_size + np.arange(plan.batch_size)
+    ).ravel()
     return slots

@@ -25,7 +25,14 @@ from tokenloom_server.order.mixture_content import validated
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.pipeline import Pipeline, Switch
 from tokenloom_server.order.returning import returning
-from tokenloom_server.order.segments import TimelineSegment, files_of, files_to_json, lay, skip_content, with_skips
+from tokenloom_server.order.segments import (
+    TimelineSegment,
+    files_of,
+    files_to_json,
+    lay,
+    skip_content,
+    with_skips,
+)
 from tokenloom_server.packing.base import PackerFactory
 
 _log = logging.getLogger(__name__)
@@ -72,11 +79,20 @@ class Timeline:
         self.clock_offset = clock_offset
         self.name = first.name
         contents = [json.loads(revision.content) for revision in self.revisions]
-        lists = [origin.skips if origin is not None else (), *(content.get("skips") for content in contents)]
+        lists = [
+            origin.skips if origin is not None else (),
+            *(content.get("skips") for content in contents),
+        ]
         #: How many samples are passed over, by sample index, ascending: what the newest that tells of it says.
         self.skips = dict([pairs for pairs in lists if pairs is not None][-1])
-        changes = [one for one, content in zip(self.revisions, contents, strict=True) if "skips" not in content]
-        self._segments = tuple(with_skips(list(lay(first, changes, origin, clock_offset)), self.skips))
+        changes = [
+            one
+            for one, content in zip(self.revisions, contents, strict=True)
+            if "skips" not in content
+        ]
+        self._segments = tuple(
+            with_skips(list(lay(first, changes, origin, clock_offset)), self.skips)
+        )
         self._begins = [segment.begin for segment in self._segments]
         lengths = {segment.config.sequence_length for segment in self._segments}
         #: Whether total tokens are those of so many samples of one length.
@@ -104,7 +120,9 @@ class Timeline:
         same = tuple(revisions) == self.revisions
         return self if same else Timeline(self.first, revisions, self.origin, self.clock_offset)
 
-    def skipping(self, skips: Sequence[tuple[int, int]], sample_index: int, made_at: float = 0.0) -> Timeline:
+    def skipping(
+        self, skips: Sequence[tuple[int, int]], sample_index: int, made_at: float = 0.0
+    ) -> Timeline:
         """The timeline where these, and no others, are passed over, by a revision at a sample index."""
         revision = StoredRevision(
             number=len(self.revisions) + 1,
@@ -118,17 +136,25 @@ class Timeline:
 
     def before_skip(self, sample_index: int) -> Timeline:
         """The timeline where nothing is passed over at a sample index."""
-        return self.skipping([skip for skip in self.skips.items() if skip[0] != sample_index], sample_index)
+        return self.skipping(
+            [skip for skip in self.skips.items() if skip[0] != sample_index], sample_index
+        )
 
     def with_origin(self, origin: Origin | None) -> Timeline:
         """The timeline of a run that was forked, or was not."""
-        return self if origin == self.origin else Timeline(self.first, self.revisions, origin, self.clock_offset)
+        return (
+            self
+            if origin == self.origin
+            else Timeline(self.first, self.revisions, origin, self.clock_offset)
+        )
 
     def with_clock(self, clock_offset: int) -> Timeline:
         """The timeline of states that have this ``clock_offset``."""
         other = self if clock_offset == self.clock_offset else self._other_clock
         if other is None or other.clock_offset != clock_offset:
-            other = self._other_clock = Timeline(self.first, self.revisions, self.origin, clock_offset)
+            other = self._other_clock = Timeline(
+                self.first, self.revisions, self.origin, clock_offset
+            )
         return other
 
     def of_state(self, resume_state: str) -> Timeline:
@@ -150,7 +176,9 @@ class Timeline:
 
     def epochs_until(self, sample_index: int) -> Sequence[float]:
         """The most epochs that each source had in any segment that began at a sample index or before it, by id."""
-        by_segment = [segment.config.epochs for segment in self._segments if segment.begin <= sample_index]
+        by_segment = [
+            segment.config.epochs for segment in self._segments if segment.begin <= sample_index
+        ]
         return [max(epochs) for epochs in zip_longest(*by_segment, fillvalue=0.0)]
 
     def index_at(self, total_tokens: int) -> int:
@@ -166,7 +194,9 @@ class Timeline:
         """The state before the first sample."""
         origin = self.origin
         if origin is None:
-            return replace(self.at(0).initial(), total_tokens=self.clock_offset, clock_offset=self.clock_offset)
+            return replace(
+                self.at(0).initial(), total_tokens=self.clock_offset, clock_offset=self.clock_offset
+            )
         if origin.state:
             return self.decode(origin.state)
         # Of use for figures alone: nobody can begin there (see ``ResumePoints.beginning``).
@@ -180,7 +210,9 @@ class Timeline:
     def pipeline(self, state: State, *, ahead: bool = False) -> Pipeline:
         """As ``PipelineFactory.pipeline``; goes over from segment to segment by itself."""
         return self.at(state.sample_index).pipeline(
-            self.settled(state), ahead=ahead, switches=self.switches(state.sample_index, ahead=ahead)
+            self.settled(state),
+            ahead=ahead,
+            switches=self.switches(state.sample_index, ahead=ahead),
         )
 
     def settled(self, state: State) -> State:
@@ -204,26 +236,45 @@ class Timeline:
 
     def skips_from(self, state: State) -> list[str]:
         """For people: what is passed over from a state on, and what of each source was so far."""
-        ahead = {index: samples for index, samples in self.skips.items() if index >= state.sample_index}
+        ahead = {
+            index: samples for index, samples in self.skips.items() if index >= state.sample_index
+        }
         sources = zip(self.at(state.sample_index).config.sources, state.sources, strict=True)
-        passed = [f"{of.name} {source.skipped_tokens:,} tokens" for of, source in sources if source.skipped_samples]
+        passed = [
+            f"{of.name} {source.skipped_tokens:,} tokens"
+            for of, source in sources
+            if source.skipped_samples
+        ]
         so_far = [f"passed over so far: {', '.join(passed)}"] if passed else []
         return (skip_content(ahead)["changes"] if ahead else []) + so_far
 
     def _past_skip(self, segment: TimelineSegment, state: State) -> State:
         """A state at a segment's beginning, after the samples that are passed over there."""
-        left = segment.skip - sum(skip.samples for skip in state.skips if skip.sample_index == segment.begin)
+        left = segment.skip - sum(
+            skip.samples for skip in state.skips if skip.sample_index == segment.begin
+        )
         if left <= 0 or state.sample_index != segment.begin:
             return state
         pipeline, config = segment.factory.pipeline(state), segment.config
         turn = max(1, TURN_TOKENS // config.pick_tokens) * config.pick_samples
         turns = count()
-        while pipeline.ended is None and (rest := state.sample_index + left - pipeline.sample_index) > 0:
+        while (
+            pipeline.ended is None
+            and (rest := state.sample_index + left - pipeline.sample_index) > 0
+        ):
             if rest > turn and next(turns) % _REPORT_TURNS == 0:
                 name, done = self.first.config.run, left - rest
-                _log.info("%s: passing over %d samples at sample %d: %d done", name, left, segment.begin, done)
+                _log.info(
+                    "%s: passing over %d samples at sample %d: %d done",
+                    name,
+                    left,
+                    segment.begin,
+                    done,
+                )
             if caller.has_gone():
-                raise ServerStopping(f"nobody waits any more for the end of {left} samples that are passed over")
+                raise ServerStopping(
+                    f"nobody waits any more for the end of {left} samples that are passed over"
+                )
             pipeline.advance(min(rest, turn))
         if pipeline.ended is not None and pipeline.sample_index < state.sample_index + left:
             raise BeyondHorizon(
@@ -283,13 +334,19 @@ class Timeline:
         named = {one.begin: one for one in recorded if one.is_named(index, generation)}.values()
         in_force = [one for one in named if one.begin <= index]
         ahead = [one for one in named if one.begin > index]
-        revisions = [{"sample_index": one.begin, "content": one.content} for one in (*in_force[-1:], *ahead)]
+        revisions = [
+            {"sample_index": one.begin, "content": one.content} for one in (*in_force[-1:], *ahead)
+        ]
         skips = [*self.skips.items()]
         if skips:
-            revisions.insert(0, {"sample_index": min(self.skips), "content": skip_content(self.skips)})
+            revisions.insert(
+                0, {"sample_index": min(self.skips), "content": skip_content(self.skips)}
+            )
         # What its parent passed over, and this run does not any more, is not taken back by an empty ledger.
         origin = replace(self.origin, skips=skips).described() if self.origin is not None else None
-        return snapshot_encode.encode_state(state, self.shape_at(index, state.clock_offset), revisions, origin)
+        return snapshot_encode.encode_state(
+            state, self.shape_at(index, state.clock_offset), revisions, origin
+        )
 
     def decode(self, resume_state: str) -> State:
         """Reads ``encode`` back. Raises ``SnapshotInvalid``."""
@@ -306,7 +363,9 @@ class Timeline:
                 files = files_of(segment.factory)
                 new = {spec: files[spec] for spec in files if files[spec] != first_files.get(spec)}
                 content |= {"shards": files_to_json(new)} if new else {}
-                recorded.append(_Recorded(segment.begin, content, snapshot_checks.canonical_content(content)))
+                recorded.append(
+                    _Recorded(segment.begin, content, snapshot_checks.canonical_content(content))
+                )
         return recorded
 
     def holds(self, sample_index: int, content: Mapping[str, Any]) -> bool:
@@ -315,7 +374,9 @@ class Timeline:
             # Fewer are those of before, and others of another line.
             return not self.skips.items() < dict(content["skips"]).items()
         canonical = snapshot_checks.canonical_content(content)
-        return any((one.begin, one.canonical) == (sample_index, canonical) for one in self._recorded)
+        return any(
+            (one.begin, one.canonical) == (sample_index, canonical) for one in self._recorded
+        )
 
     # --- revisions -----------------------------------------------------------------------------------
 

@@ -119,7 +119,11 @@ class BlockOrigins:
     def starts_of(self, sample: int) -> npt.NDArray[np.uint32]:
         index = sample - self.first_sample
         begin, end = int(self.bounds[index]), int(self.bounds[index + 1])
-        if self.overlaps and end < len(self.starts) and self.starts[end] == (index + 1) * self.length:
+        if (
+            self.overlaps
+            and end < len(self.starts)
+            and self.starts[end] == (index + 1) * self.length
+        ):
             end += 1
         return self.starts[begin:end] - np.uint32(index * self.length)
 
@@ -127,12 +131,16 @@ class BlockOrigins:
         index, end_index = first - self.first_sample, end - self.first_sample
         bounds = self.bounds[index : end_index + 1]
         sample = np.repeat(np.arange(end - first), np.diff(bounds))
-        starts = self.starts[bounds[0] : bounds[-1]].astype(np.int64) - (index + sample) * self.length
+        starts = (
+            self.starts[bounds[0] : bounds[-1]].astype(np.int64) - (index + sample) * self.length
+        )
         if not self.overlaps:
             return Boundaries(sample, starts)
         ends = np.arange(index + 1, end_index + 1) * self.length
         last = np.flatnonzero(np.append(self.starts, np.uint32(0))[bounds[1:]] == ends)
-        return Boundaries(np.append(sample, last), np.append(starts, np.full(len(last), self.length)))
+        return Boundaries(
+            np.append(sample, last), np.append(starts, np.full(len(last), self.length))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +182,9 @@ class FormattedPacker:
     #: The tail that filled no sample.
     dropped_tokens = 0
 
-    def __init__(self, documents: Documents, state: SourceState, *, source_id: int, form: SampleFormat) -> None:
+    def __init__(
+        self, documents: Documents, state: SourceState, *, source_id: int, form: SampleFormat
+    ) -> None:
         """``form``: how samples travel."""
         self._documents = documents
         self._state = state
@@ -206,7 +216,11 @@ class FormattedPacker:
             overlaps=overlaps,
             make_cursor=make_cursor or self._documents.cursor_kind,
         )
-        real = [self.form.length] * len(samples) if filled is None else self.form.real_tokens(filled).tolist()
+        real = (
+            [self.form.length] * len(samples)
+            if filled is None
+            else self.form.real_tokens(filled).tolist()
+        )
         return Block(samples, hashed(samples, self._source_id), origins, real)
 
 

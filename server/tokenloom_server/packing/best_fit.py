@@ -87,14 +87,20 @@ class BestFitPacker(FormattedPacker):
                     return
                 count -= 1
                 own = window.order[first[sample] : first[sample] + window.chunk_counts[sample]]
-                bounds = (window.row[own].tolist(), window.begins[own].tolist(), window.ends[own].tolist())
+                bounds = (
+                    window.row[own].tolist(),
+                    window.begins[own].tolist(),
+                    window.ends[own].tolist(),
+                )
                 yield [window.rows.span(*chunk) for chunk in zip(*bounds, strict=True)]
             if not count:
                 return
 
     def _packed_windows(self) -> Iterator[tuple[_PackedWindow, int]]:
         """The windows from the cursor on, and how many bins of each are done: 0 but for the first."""
-        done_bins = self._state.cursor.samples if isinstance(self._state.cursor, PackedCursor) else 0
+        done_bins = (
+            self._state.cursor.samples if isinstance(self._state.cursor, PackedCursor) else 0
+        )
         for chunks in self._windows():
             window = self._packed(chunks)
             if done_bins >= max(1, window.bins):
@@ -114,13 +120,22 @@ class BestFitPacker(FormattedPacker):
         window: list[TokenizedRows] = []
         row_count = token_count = 0
         for rows in self._documents.read(self._state.cursor, mark_excluded=True):
-            if window and (rows.epoch != window[-1].epoch or self._closes(window[-1].part, rows.part)):
+            if window and (
+                rows.epoch != window[-1].epoch or self._closes(window[-1].part, rows.part)
+            ):
                 yield window
                 window, row_count, token_count = [], 0, 0
             first = 0
             while first < len(rows.ends):
                 tokens_before = int(rows.ends[first - 1]) if first else 0
-                reach = int(np.searchsorted(rows.ends, tokens_before + self._window.tokens - token_count)) + 1
+                reach = (
+                    int(
+                        np.searchsorted(
+                            rows.ends, tokens_before + self._window.tokens - token_count
+                        )
+                    )
+                    + 1
+                )
                 end = min(len(rows.ends), first + self._window.rows - row_count, reach)
                 window.append(rows.cut(end, first))
                 row_count += end - first
@@ -148,7 +163,9 @@ class BestFitPacker(FormattedPacker):
         # By the window's own name: which its samples are depends on nothing else.
         key = draw(self._seed, Purpose.PACK, self._source_id, rows.epoch)
         key = draw(key, Purpose.PACK, rows.part, rows.first_row)
-        drawn = np.array(draws(key, Purpose.PACK, np.zeros(bins, np.uint64), np.arange(bins, dtype=np.uint64)))
+        drawn = np.array(
+            draws(key, Purpose.PACK, np.zeros(bins, np.uint64), np.arange(bins, dtype=np.uint64))
+        )
         position_of_bin = np.empty(bins, np.int64)
         position_of_bin[np.argsort(drawn, kind="stable")] = np.arange(bins)
         position_of_chunk = position_of_bin[bin_of_chunk]
@@ -171,7 +188,12 @@ class BestFitPacker(FormattedPacker):
         )
 
     def _block_of(
-        self, window: _PackedWindow, in_block: Flags, first_sample: int, passed_rows: Int64s, row_counts: Int64s
+        self,
+        window: _PackedWindow,
+        in_block: Flags,
+        first_sample: int,
+        passed_rows: Int64s,
+        row_counts: Int64s,
     ) -> Block:
         """``in_block`` [samples]: mask of the window's samples that the block gives; ``passed_rows`` [bins + 1]: the
         rows counter before each bin, and after the last; ``row_counts`` [samples given, 5]: after each of them."""
@@ -196,7 +218,14 @@ class BestFitPacker(FormattedPacker):
             cursors[-1] = *window.end, 0, passed_rows[-1]
         make_cursor = partial(_cursor, self._documents.cursor_kind)
         return self._block(
-            samples, first_sample, cursors, starts, bounds, row_counts, filled=filled, make_cursor=make_cursor
+            samples,
+            first_sample,
+            cursors,
+            starts,
+            bounds,
+            row_counts,
+            filled=filled,
+            make_cursor=make_cursor,
         )
 
 
@@ -217,7 +246,10 @@ def windowed_samples(lengths: Int64s, form: SampleFormat, window: Window) -> Int
         full, rest = np.divmod(lengths[first:end], form.width)
         rest = rest[rest > 0]
         bin_of_rest, bins = best_fit(rest, form.width)
-        filled += [np.full(int(full.sum()), form.width), np.bincount(bin_of_rest, rest, bins).astype(np.int64)]
+        filled += [
+            np.full(int(full.sum()), form.width),
+            np.bincount(bin_of_rest, rest, bins).astype(np.int64),
+        ]
         first = end
     return np.concatenate(filled)
 

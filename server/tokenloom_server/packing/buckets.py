@@ -81,7 +81,9 @@ class Epochs:
         buckets, before = self.drawn(epoch)
         bucket, begin = int(buckets[batch]), int(before[batch]) * self.size
         numbers = np.arange(begin, begin + self.size)
-        return self.index.take(bucket, numbers if self._window is None else self._shuffled(epoch, bucket, numbers))
+        return self.index.take(
+            bucket, numbers if self._window is None else self._shuffled(epoch, bucket, numbers)
+        )
 
     def _shuffled(self, epoch: int, bucket: int, numbers: Int64s) -> Int64s:
         """Where the rows lie in their bucket that have some numbers in its shuffled order: whole windows in a drawn
@@ -89,12 +91,18 @@ class Epochs:
         assert self._window is not None
         count, width = int(self.index.counts[bucket]), self._window
         # A key for each bucket, whatever number others have in front of it.
-        key = draw(draw(self._seed, Purpose.BUCKET, self._source_id, epoch), Purpose.ROWS, bucket, 0)
+        key = draw(
+            draw(self._seed, Purpose.BUCKET, self._source_id, epoch), Purpose.ROWS, bucket, 0
+        )
         whole = count // width
         rows = np.empty_like(numbers)
         for turn in np.unique(numbers // width).tolist():
             own = numbers // width == turn
-            window = int(Permutation(Purpose.BLOCKS, key, whole)(np.array([turn]))[0]) if turn < whole else turn
+            window = (
+                int(Permutation(Purpose.BLOCKS, key, whole)(np.array([turn]))[0])
+                if turn < whole
+                else turn
+            )
             begin = window * width
             key_of_window = draw(key, Purpose.ROWS, window, 1)
             permutation = Permutation(Purpose.ROWS, key_of_window, min(width, count - begin))
@@ -204,10 +212,18 @@ class BucketPacker:
             features.append(Feature(column.name, column.dtype, shape))
         if lengths is not None:
             features.append(Feature(f"{self._batching.bucket_column}_length", "int64", ()))
-        return _samples(source.columns, values_of_columns, features, lengths), Batch(key, tuple(features))
+        return _samples(source.columns, values_of_columns, features, lengths), Batch(
+            key, tuple(features)
+        )
 
     def _shape(
-        self, key: str, column: Column, values: Values, shards: Int64s, rows: Int64s, edge: int | None
+        self,
+        key: str,
+        column: Column,
+        values: Values,
+        shards: Int64s,
+        rows: Int64s,
+        edge: int | None,
     ) -> tuple[int, ...]:
         """The one shape of a column in a batch; ``edge``: what its first dimension is padded to. Raises
         ``SourceError`` naming a row that has another."""
@@ -227,9 +243,13 @@ class BucketPacker:
         shape = tuple(dims[first].tolist())
         return shape if edge is None else (edge, *shape)
 
-    def _check_lengths(self, column: Column, values: Values, lengths: Int64s, shards: Int64s, rows: Int64s) -> None:
+    def _check_lengths(
+        self, column: Column, values: Values, lengths: Int64s, shards: Int64s, rows: Int64s
+    ) -> None:
         if not values.dims.shape[1]:
-            raise SourceError(f"{self._name}: column {column.name!r} is to be padded, but it holds no lists")
+            raise SourceError(
+                f"{self._name}: column {column.name!r} is to be padded, but it holds no lists"
+            )
         different = np.flatnonzero(values.dims[:, 0] != lengths)
         if len(different):
             first = int(different[0])
@@ -264,7 +284,9 @@ def described(batch: Batch, sample: Sample) -> dict[str, Any]:
             size = int.from_bytes(part, "little")
             text = bytes(sample[tail : tail + size])
             tail += size
-            fields[feature.name] = text.decode(errors="replace") if feature.dtype == STRING else f"{size} bytes"
+            fields[feature.name] = (
+                text.decode(errors="replace") if feature.dtype == STRING else f"{size} bytes"
+            )
         elif feature.shape or feature.dtype in STORED_AS:
             fields[feature.name] = f"{feature.dtype} {list(feature.shape)}"
         else:

@@ -24,7 +24,10 @@ def take_chunks(
     """
     offsets = np.ascontiguousarray(edges * values.itemsize)
     chunks = pa.Array.from_buffers(
-        pa.large_binary(), len(edges) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(values)], null_count=0
+        pa.large_binary(),
+        len(edges) - 1,
+        [None, pa.py_buffer(offsets), pa.py_buffer(values)],
+        null_count=0,
     )
     taken = pc.take(chunks, arrays.from_numbers(order), boundscheck=False).buffers()[2]
     return np.frombuffer(taken, values.dtype, total) if total else np.empty(0, values.dtype)
@@ -41,7 +44,11 @@ class Chunks:
         begins, ends = [], []
         for values, ends_here in parts:
             edges = np.append(np.int64(0), ends_here)
-            if edges[-1] != len(values) or bool((edges[1:] < edges[:-1]).any()) or values.dtype != self.dtype:
+            if (
+                edges[-1] != len(values)
+                or bool((edges[1:] < edges[:-1]).any())
+                or values.dtype != self.dtype
+            ):
                 raise ValueError("chunks that do not lie one after the other in their values")
             edges = values.ctypes.data + edges * values.itemsize
             begins.append(edges[:-1])
@@ -64,5 +71,7 @@ class Chunks:
         chunks = pa.Array.from_buffers(
             pa.large_binary(), 2 * len(order), [None, pa.py_buffer(offsets), memory], null_count=0
         )
-        taken = pc.take(chunks, arrays.from_numbers(np.arange(0, 2 * len(order), 2)), boundscheck=False).buffers()[2]
+        taken = pc.take(
+            chunks, arrays.from_numbers(np.arange(0, 2 * len(order), 2)), boundscheck=False
+        ).buffers()[2]
         return np.frombuffer(taken, self.dtype, total)

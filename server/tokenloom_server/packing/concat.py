@@ -71,10 +71,14 @@ class ConcatPacker(FormattedPacker):
 
     def spans(self, count: int) -> Iterator[list[DocumentSpan]]:
         lookahead = self._width - self._length
-        spans = self._documents.spans(self._state.cursor, count * self._length + lookahead if count else 0)
+        spans = self._documents.spans(
+            self._state.cursor, count * self._length + lookahead if count else 0
+        )
         yield from _by_sample(spans, count, self._length, self._width, self._pads)
 
-    def _cut(self, waiting: list[Ids], kept: int, ids: Ids, count: int, position: int, table: _RowTable) -> Block:
+    def _cut(
+        self, waiting: list[Ids], kept: int, ids: Ids, count: int, position: int, table: _RowTable
+    ) -> Block:
         """The ``count`` samples that begin with the ``kept`` tokens that waited and go on in ``ids``.
 
         Only the one that begins with those is joined; all others are where the rows have them.
@@ -82,12 +86,17 @@ class ConcatPacker(FormattedPacker):
         samples = []
         reach = self._width * ids.itemsize
         if kept:
-            samples = views(wire(np.concatenate([*waiting, ids[: self._width - kept]])), 1, reach, reach)
+            samples = views(
+                wire(np.concatenate([*waiting, ids[: self._width - kept]])), 1, reach, reach
+            )
         advance = self._length * ids.itemsize
         begin = (self._length - kept) * ids.itemsize if kept else 0
         samples += views(wire(ids), count - len(samples), reach, advance, begin)
         if self.form.trailer_bytes:
-            trailer, size = self.form.trailers(np.array([self._width])).tobytes(), self.form.sample_bytes
+            trailer, size = (
+                self.form.trailers(np.array([self._width])).tobytes(),
+                self.form.sample_bytes,
+            )
             joined = b"".join(part for sample in samples for part in (sample, trailer))
             samples = views(memoryview(joined), count, size, size)
         edges = np.arange(count + 1, dtype=np.int64) * self._length
@@ -98,11 +107,15 @@ class ConcatPacker(FormattedPacker):
     def _padded(self, ids: Ids, position: int, table: _RowTable) -> Block:
         """The tail as a sample of its own."""
         count = np.array([len(ids)])
-        samples = self.form.assemble(ids, np.zeros(1, np.int64), count, np.zeros(1, np.int64), np.ones(1, np.int64))
+        samples = self.form.assemble(
+            ids, np.zeros(1, np.int64), count, np.zeros(1, np.int64), np.ones(1, np.int64)
+        )
         starts = table.starts(position, len(ids)) + self.form.begin(len(ids))
         bounds = np.array([0, len(starts)])
         padding = self._length - int(self.form.real_tokens(count)[0])
-        return self._counted(samples, position, table.cursors(count + position), starts, bounds, padding)
+        return self._counted(
+            samples, position, table.cursors(count + position), starts, bounds, padding
+        )
 
     def _counted(
         self,
@@ -118,7 +131,9 @@ class ConcatPacker(FormattedPacker):
             row_counts = row_counts + np.array([0, 0, padding, 0, 0])
         self._row_counter.forget(int(cursors[-1, 4]))
         first_sample = position // self._length
-        return self._block(samples, first_sample, cursors, starts, bounds, row_counts, overlaps=self._overlaps)
+        return self._block(
+            samples, first_sample, cursors, starts, bounds, row_counts, overlaps=self._overlaps
+        )
 
 
 def _by_sample(
@@ -178,7 +193,9 @@ class _RowTable:
         last = np.searchsorted(end, positions, side="left")
         whole = end[last] == positions
         tokens = np.where(whole, 0, positions - first[last])
-        return np.stack((epoch[last], part[last], row[last] + whole, tokens, number[last] + whole), axis=1)
+        return np.stack(
+            (epoch[last], part[last], row[last] + whole, tokens, number[last] + whole), axis=1
+        )
 
     def starts(self, position: int, length: int) -> Int64s:
         """Where documents begin in [position, position + length), relative to it, ascending."""

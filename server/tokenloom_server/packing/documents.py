@@ -16,7 +16,14 @@ from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, tokens
 from tokenloom_server.errors import SourceError, TokenizerError
 from tokenloom_server.packing.chunks import Chunks
 from tokenloom_server.packing.fim import FillInMiddle
-from tokenloom_server.packing.reading import FileOrder, Reading, RowRange, Windows, begin_of, nth_row
+from tokenloom_server.packing.reading import (
+    FileOrder,
+    Reading,
+    RowRange,
+    Windows,
+    begin_of,
+    nth_row,
+)
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, DocumentSpan, TokenizedRows
 from tokenloom_server.packing.window import FileRows, RangeReader, portions
@@ -90,7 +97,11 @@ class Documents:
         self._encoder = encoder
         #: What puts begin- and end-of-text ids around documents of ids, once these are in their order and cut into
         #: chunks: these ids alone are copied.
-        self._late = encoder if isinstance(encoder, DocumentEncoder) and source.content is Content.IDS else None
+        self._late = (
+            encoder
+            if isinstance(encoder, DocumentEncoder) and source.content is Content.IDS
+            else None
+        )
         self._reading = reading or FileOrder(source)
         self._lane = lane
         self._whole, self._fraction = whole_and_part(epochs)
@@ -117,9 +128,16 @@ class Documents:
             if rows.row_status is not None:
                 bad_here = np.flatnonzero(rows.row_status == BAD)
                 if len(bad_here) and bad == self._bad_rows:
-                    _log.warning("%s; bad rows are skipped, and counted", rows.reasons[rows.origin(int(bad_here[0]))])
+                    _log.warning(
+                        "%s; bad rows are skipped, and counted",
+                        rows.reasons[rows.origin(int(bad_here[0]))],
+                    )
                 # Every pass meets the same bad rows again.
-                allowed = math.inf if self._max_bad_rows is None else self._max_bad_rows * (rows.epoch + 1)
+                allowed = (
+                    math.inf
+                    if self._max_bad_rows is None
+                    else self._max_bad_rows * (rows.epoch + 1)
+                )
                 if bad + len(bad_here) > allowed:
                     first_over = int(bad_here[max(0, int(allowed) - bad)])
                     if first_over:
@@ -169,7 +187,9 @@ class Documents:
         """Some of the rows rearranged, where the source is for fill-in-the-middle."""
         if self._fim is None:
             return rows
-        ids, ends, middles = self._fim.rearranged(rows.ids, rows.ends, rows.epoch, *rows.row_origins)
+        ids, ends, middles = self._fim.rearranged(
+            rows.ids, rows.ends, rows.epoch, *rows.row_origins
+        )
         return rows._replace(ids=ids, ends=ends, middles=middles)
 
     def _epochs(self, start: Cursor | None, mark_excluded: bool) -> Iterator[TokenizedRows]:
@@ -199,7 +219,9 @@ class Documents:
             if self._announce is not None:
                 self._announce(self._ranges(epoch, self._parts(epoch, first, row, end_row)))
             for part, first_row, end in self._parts(epoch, first, row, end_row):
-                for rows in self._part(_Part(epoch, part, first_row, end, begun, mark_excluded), reader):
+                for rows in self._part(
+                    _Part(epoch, part, first_row, end, begun, mark_excluded), reader
+                ):
                     tokens += rows.given_tokens
                     bad_and_filtered += rows.bad_and_filtered
                     reason = reason or next(iter(rows.reasons.values()), "")
@@ -212,7 +234,11 @@ class Documents:
             if empty_epochs > 0 and self._may_be_empty:
                 return
             is_required = epoch < self._whole if epoch else self._left_out_first is None
-            if empty_epochs > 0 and is_required and not self._may_have_tokens_later(epoch, empty_epochs):
+            if (
+                empty_epochs > 0
+                and is_required
+                and not self._may_have_tokens_later(epoch, empty_epochs)
+            ):
                 raise SourceError(self._without_tokens(epoch, reason, *bad_and_filtered.tolist()))
             epoch, first, row = epoch + 1, None, 0
 
@@ -229,7 +255,9 @@ class Documents:
             if end_row is not None and before >= end_row:
                 return
 
-    def _ranges(self, epoch: int, parts: Iterator[tuple[int, int, int | None]]) -> Iterator[RowRange]:
+    def _ranges(
+        self, epoch: int, parts: Iterator[tuple[int, int, int | None]]
+    ) -> Iterator[RowRange]:
         for part, row, end in parts:
             yield from self._reading.ranges(epoch, part, row, end)
 
@@ -248,8 +276,12 @@ class Documents:
                 before = rows.cut(0, error.at)
                 tokenized, fault = self.tokenized(part.epoch, part.number, before), error
             del rows
-            tokenized = self._leave_out_excluded(tokenized, part.mark_excluded, part.row if part.begun else None)
-            chunks = columns.let_go([tokenized] if self._late is None else tokenized.chunks(self._chunk_tokens))
+            tokenized = self._leave_out_excluded(
+                tokenized, part.mark_excluded, part.row if part.begun else None
+            )
+            chunks = columns.let_go(
+                [tokenized] if self._late is None else tokenized.chunks(self._chunk_tokens)
+            )
             del tokenized
             yield from map(self._bounded, chunks)
             if fault is not None:
@@ -260,10 +292,14 @@ class Documents:
         read = self._source.read(shard, row) if end is None or row < end else iter(())
         return columns.joined_texts(read, end, self._first_joined_bytes, self._joined_bytes)
 
-    def _window(self, windows: Windows, part: _Part, reader: RangeReader) -> Iterator[TokenizedRows]:
+    def _window(
+        self, windows: Windows, part: _Part, reader: RangeReader
+    ) -> Iterator[TokenizedRows]:
         epoch, window, row, end, begun, mark_excluded = part
         first, check = 0, partial(self._tokenize_portion, epoch, mark_excluded, None)
-        for number, portion in enumerate(portions(reader, windows.row_ranges(epoch, window), self._lane[1], check)):
+        for number, portion in enumerate(
+            portions(reader, windows.row_ranges(epoch, window), self._lane[1], check)
+        ):
             count = sum(len(each.rows.column) for each in portion)
             skipped = max(0, row - first)
             if end is not None and first + skipped >= end:
@@ -277,7 +313,10 @@ class Documents:
                 del tokenized
                 order = order[skipped:] if end is None else order[skipped : end - first]
                 # The window's ids are held beside them.
-                yield from map(self._bounded, listed.reordered(order, first + skipped, ids, self._chunk_tokens // 4))
+                yield from map(
+                    self._bounded,
+                    listed.reordered(order, first + skipped, ids, self._chunk_tokens // 4),
+                )
             first += count
 
     def _bounded(self, rows: TokenizedRows) -> TokenizedRows:
@@ -310,7 +349,9 @@ class Documents:
             documents = encode(rows.column, rows.first_row, shard)
         except TokenizerError as error:
             raise TokenizerError(f"{where}: {error}", error.at) from None
-        tokenized = TokenizedRows(epoch, shard, rows.first_row, documents.values, documents.ends, mask=documents.mask)
+        tokenized = TokenizedRows(
+            epoch, shard, rows.first_row, documents.values, documents.ends, mask=documents.mask
+        )
         if not rows.bad and not documents.bad and rows.filtered is None:
             return tokenized
         reasons = {row.position: row.reason for row in rows.bad}
@@ -322,10 +363,14 @@ class Documents:
         reasons_by_origin = {tokenized.origin(row): reason for row, reason in reasons.items()}
         return tokenized._replace(row_status=row_status, reasons=reasons_by_origin)
 
-    def _leave_out_excluded(self, rows: TokenizedRows, mark: bool, begun: int | None) -> TokenizedRows:
+    def _leave_out_excluded(
+        self, rows: TokenizedRows, mark: bool, begun: int | None
+    ) -> TokenizedRows:
         """Rows of a file without the tokens of those that are excluded; with ``mark`` all have their tokens, and
         ``excluded`` says which these are. ``begun``: the row of the file that is read even if it is excluded."""
-        by_shard = self._excluded if rows.epoch or self._left_out_first is None else self._left_out_first
+        by_shard = (
+            self._excluded if rows.epoch or self._left_out_first is None else self._left_out_first
+        )
         if rows.part not in by_shard:
             return rows
         numbers = by_shard[rows.part]
@@ -345,10 +390,19 @@ class Documents:
         """Whether a lane may still have tokens, although its rows of the last ``empty_epochs`` epochs had none: a
         shuffle gives it other rows in each epoch, and where a filter takes most of them, some epochs have none. Not in
         the run's first epoch: there an error tells at once, while fewer lanes can still be chosen."""
-        return self._lane[1] > 1 and not self._reading.repeats and epoch > 0 and empty_epochs < EMPTY_EPOCHS
+        return (
+            self._lane[1] > 1
+            and not self._reading.repeats
+            and epoch > 0
+            and empty_epochs < EMPTY_EPOCHS
+        )
 
     def _without_tokens(self, epoch: int, reason: str, bad: int, filtered: int) -> str:
-        why = f" ({bad} of them are bad, and {filtered} are left out by the filter or blank)" if bad or filtered else ""
+        why = (
+            f" ({bad} of them are bad, and {filtered} are left out by the filter or blank)"
+            if bad or filtered
+            else ""
+        )
         why += reason and f"; the first bad one: {reason}"
         lane, lanes = self._lane
         if lanes > 1:
@@ -371,7 +425,10 @@ class Documents:
         rows = self._reading.rows if row_count is None else row_count
         begin, end = rows * lane // lanes, rows * (lane + 1) // lanes
         if row_count is None:
-            begin, end = self._reading.near(begin), end if lane == lanes - 1 else self._reading.near(end)
+            begin, end = (
+                self._reading.near(begin),
+                end if lane == lanes - 1 else self._reading.near(end),
+            )
         return begin, end
 
     def _rows_of_epoch(self, epoch: int) -> int | None:

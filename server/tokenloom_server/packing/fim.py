@@ -63,7 +63,9 @@ class FillInMiddle:
         # Rows without tokens are looked at nowhere.
         filled = np.flatnonzero(ends > begins)
         files, file = np.unique(shards[filled], return_inverse=True)
-        keys = [draw(self.seed, Purpose.FIM, self.source_id, shard, epoch) for shard in files.tolist()]
+        keys = [
+            draw(self.seed, Purpose.FIM, self.source_id, shard, epoch) for shard in files.tolist()
+        ]
         key = np.array(keys, np.uint64)[file]
         counter = rows[filled].astype(np.uint64) * np.uint64(_DRAWS)
         drawn = _below(stream(key, counter), self.rate)
@@ -88,19 +90,27 @@ class FillInMiddle:
         # of these the rest, and the three marks.
         count = len(cuts)
         edges = np.concatenate(([0], cuts.ravel(), len(ids) + np.arange(4)))
-        values = np.concatenate((ids, np.array([self.prefix_id, self.middle_id, self.suffix_id], ids.dtype)))
+        values = np.concatenate(
+            (ids, np.array([self.prefix_id, self.middle_id, self.suffix_id], ids.dtype))
+        )
         before = 4 * np.arange(count)
         prefix, middle, suffix = before + 1, before + 2, before + 3
-        marks = np.broadcast_to(np.array([[4 * count + 1], [4 * count + 2], [4 * count + 3]]), (3, count))
+        marks = np.broadcast_to(
+            np.array([[4 * count + 1], [4 * count + 2], [4 * count + 3]]), (3, count)
+        )
         psm_order = (before, marks[0], prefix, marks[2], suffix, marks[1], middle)
         spm_order = (before, marks[0], marks[2], suffix, marks[1], prefix, middle)
-        order = np.where(spm[:, None], np.stack(spm_order, axis=1), np.stack(psm_order, axis=1)).ravel()
+        order = np.where(
+            spm[:, None], np.stack(spm_order, axis=1), np.stack(psm_order, axis=1)
+        ).ravel()
         return take_chunks(values, edges, np.append(order, 4 * count), len(ids) + 3 * count)
 
 
 def _below(drawn: npt.NDArray[np.uint64], rate: float) -> npt.NDArray[np.bool_]:
     """Which of the draws fall below a rate, exactly: as 53-bit integers."""
-    is_below: npt.NDArray[np.bool_] = (drawn >> np.uint64(11)) < np.uint64(int(Fraction(rate) * 2**53))
+    is_below: npt.NDArray[np.bool_] = (drawn >> np.uint64(11)) < np.uint64(
+        int(Fraction(rate) * 2**53)
+    )
     return is_below
 
 

@@ -16,7 +16,14 @@ import numpy.typing as npt
 
 from tokenloom_server.core.state import Lane, RowCounts, SourceState
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.packing.base import Batch, Block, DocumentPacker, Packer, SampleOrigins, SourcePosition
+from tokenloom_server.packing.base import (
+    Batch,
+    Block,
+    DocumentPacker,
+    Packer,
+    SampleOrigins,
+    SourcePosition,
+)
 from tokenloom_server.packing.real_tokens import Boundaries
 from tokenloom_server.packing.samples import Int64s, Sample
 from tokenloom_server.packing.tokenized_rows import DocumentSpan
@@ -112,7 +119,12 @@ class _LaneFeed:
         part = slice(self._next, self._next + count)
         self.taken += count
         self._next += count
-        return Block(self._block.ids[part], self._block.hashes[part], self._block.origins, self._block.real[part])
+        return Block(
+            self._block.ids[part],
+            self._block.hashes[part],
+            self._block.origins,
+            self._block.real[part],
+        )
 
 
 class LanesPacker:
@@ -143,8 +155,14 @@ class LanesPacker:
             count -= 1
 
     def blocks(self) -> Iterator[Block]:
-        lanes = [_LaneFeed(packer, state) for packer, state in zip(self._packers, self._states, strict=True)]
-        before = [Lane(state.cursor, state.samples, state.rows, state.row_counts) for state in self._states]
+        lanes = [
+            _LaneFeed(packer, state)
+            for packer, state in zip(self._packers, self._states, strict=True)
+        ]
+        before = [
+            Lane(state.cursor, state.samples, state.rows, state.row_counts)
+            for state in self._states
+        ]
         first_sample = self._first_sample
         while True:
             waiting = [lane.waiting() for lane in lanes]
@@ -178,7 +196,11 @@ def _turns(taken: Sequence[int], waiting: Sequence[int], live: Sequence[int]) ->
 
 
 def _merged(
-    turns: Int64s, begins: Sequence[int], blocks: Sequence[Block | None], before: Sequence[Lane], first_sample: int
+    turns: Int64s,
+    begins: Sequence[int],
+    blocks: Sequence[Block | None],
+    before: Sequence[Lane],
+    first_sample: int,
 ) -> Block:
     """The block of samples that some lanes gave. ``begins``: the lanes' numbers of the first ones."""
     numbers = np.empty(len(turns), np.int64)
@@ -189,7 +211,9 @@ def _merged(
         if block is not None:
             own = np.flatnonzero(turns == lane)
             numbers[own] = begins[lane] + np.arange(len(own))
-            for index, sample, hashed, length in zip(own.tolist(), block.ids, block.hashes, block.real, strict=True):
+            for index, sample, hashed, length in zip(
+                own.tolist(), block.ids, block.hashes, block.real, strict=True
+            ):
                 ids[index], hashes[index], real[index] = sample, hashed, length
     origins = [block.origins if block is not None else None for block in blocks]
     return Block(ids, hashes, LaneOrigins(first_sample, turns, numbers, origins, before), real)

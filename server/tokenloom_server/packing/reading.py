@@ -77,11 +77,15 @@ class FileOrder:
         return self._counts
 
 
-@lru_cache(maxsize=8)  # who reads and who shows how far that is ask again and again, of 10^5 files perhaps
+@lru_cache(
+    maxsize=8
+)  # who reads and who shows how far that is ask again and again, of 10^5 files perhaps
 def shuffled_files(count: int, seed: int, source_id: int, epoch: int) -> tuple[int, ...]:
     """So many files, sorted by a hash of each; by its number where two are equal."""
     key = draw(seed, Purpose.SHARDS, source_id, epoch)
-    return tuple(sorted(range(count), key=lambda shard: (draw(key, Purpose.SHARDS, shard, 0), shard)))
+    return tuple(
+        sorted(range(count), key=lambda shard: (draw(key, Purpose.SHARDS, shard, 0), shard))
+    )
 
 
 class ShuffledFiles(FileOrder):
@@ -90,7 +94,9 @@ class ShuffledFiles(FileOrder):
 
     repeats = False
 
-    def __init__(self, source: Source, seed: int, source_id: int, counts: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, source: Source, seed: int, source_id: int, counts: Sequence[int] | None = None
+    ) -> None:
         super().__init__(source, counts)
         self._seed = seed
         self._source_id = source_id
@@ -162,11 +168,16 @@ class Windows:
         order, starts = self._blocks(epoch)
         begin = window * self._window_rows
         end = begin + self.rows_in(window)
-        first, last = np.searchsorted(starts, begin, "right") - 1, np.searchsorted(starts, end, "left") - 1
+        first, last = (
+            np.searchsorted(starts, begin, "right") - 1,
+            np.searchsorted(starts, end, "left") - 1,
+        )
         blocks, block_starts = order[first : last + 1], starts[first : last + 1]
         skipped = np.maximum(begin - block_starts, 0)
         rows = np.minimum(starts[first + 1 : last + 2], end) - block_starts - skipped
-        table = np.stack((self._layout.shard[blocks], self._layout.first_row[blocks] + skipped, rows), axis=1)
+        table = np.stack(
+            (self._layout.shard[blocks], self._layout.first_row[blocks] + skipped, rows), axis=1
+        )
         return [RowRange(*row) for row in table.tolist()]
 
     def permutation(self, epoch: int, window: int, portion: int, rows: int) -> Int64s:
@@ -179,7 +190,11 @@ class Windows:
             key = draw(self._seed, Purpose.BLOCKS, self._source_id, epoch)
             count = len(self._layout.rows)
             # Of many small sources most are a block.
-            order = Permutation(Purpose.BLOCKS, key, count).all() if count > 1 else np.zeros(1, np.int64)
+            order = (
+                Permutation(Purpose.BLOCKS, key, count).all()
+                if count > 1
+                else np.zeros(1, np.int64)
+            )
             starts = np.concatenate(([0], np.cumsum(self._layout.rows[order])))
             self._epoch = epoch, order, starts
         return self._epoch[1:]

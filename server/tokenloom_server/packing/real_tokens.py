@@ -26,7 +26,9 @@ class RealTokens:
     loss mask leaves out, and with ``mask_boundaries`` no document's first.
     """
 
-    def __init__(self, form: SampleFormat, *, mask_boundaries: bool = False, of_rows: bool = False) -> None:
+    def __init__(
+        self, form: SampleFormat, *, mask_boundaries: bool = False, of_rows: bool = False
+    ) -> None:
         """``of_rows``: samples are rows in batches, of which each is a token and none has labels."""
         self._form = form
         self.mask_boundaries = mask_boundaries and not of_rows
@@ -57,14 +59,20 @@ class RealTokens:
         else:
             by_step = bits.reshape(steps, -1)
             marked = [int.from_bytes(own.tobytes(), "little").bit_count() for own in by_step]
-            first = np.where(filled > 0, _bit(bits, np.arange(len(samples)), np.minimum(begins, form.width - 1)), 0)
+            first = np.where(
+                filled > 0,
+                _bit(bits, np.arange(len(samples)), np.minimum(begins, form.width - 1)),
+                0,
+            )
             labels = np.array(marked) - first.reshape(steps, -1).sum(1)
         if boundaries is not None:
             sample, position = boundaries
             counted = (position > begins[sample]) & (position < (begins + filled)[sample])
             sample, position = sample[counted], position[counted]
             taken = np.ones_like(sample) if bits is None else _bit(bits, sample, position)
-            labels = labels - np.bincount(sample * steps // len(samples), taken, steps).astype(np.int64)
+            labels = labels - np.bincount(sample * steps // len(samples), taken, steps).astype(
+                np.int64
+            )
         return form.real_tokens(filled), labels.tolist()
 
 

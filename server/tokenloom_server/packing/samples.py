@@ -68,7 +68,11 @@ class SampleFormat:
     def real_tokens(self, filled: Int64s) -> Int64s:
         """Of samples whose documents fill so many ids: the positions of ``input_ids`` that hold one of those."""
         over = self.width - self.length  # the last of L + 1 ids is only a label
-        return np.maximum(filled - over, 0) if self.padding == "left" else np.minimum(filled, self.length)
+        return (
+            np.maximum(filled - over, 0)
+            if self.padding == "left"
+            else np.minimum(filled, self.length)
+        )
 
     def ids(self, sample: Sample) -> Ids:
         """The ids of a sample without its padding."""
@@ -84,10 +88,14 @@ class SampleFormat:
         count = len(self.ids(sample))
         if not self.masked:
             return np.ones(count, np.uint8)
-        bits = np.unpackbits(sample[self.id_bytes + _WORD_BYTES * self.lengths :], bitorder="little")
+        bits = np.unpackbits(
+            sample[self.id_bytes + _WORD_BYTES * self.lengths :], bitorder="little"
+        )
         return bits[self.begin(count) :][:count]
 
-    def trailers(self, filled: Int64s, mask: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+    def trailers(
+        self, filled: Int64s, mask: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.uint8]:
         """[n, trailer_bytes] of samples that documents fill so far; ``mask`` [n, width] of 0 and 1, None for 1 at
         every id of a document."""
         trailers = np.zeros((len(filled), self.trailer_bytes), np.uint8)
@@ -96,7 +104,9 @@ class SampleFormat:
         if self.masked:
             if mask is None:
                 where = np.arange(self.width)
-                begins = (self.width - filled if self.padding == "left" else np.zeros_like(filled))[:, None]
+                begins = (self.width - filled if self.padding == "left" else np.zeros_like(filled))[
+                    :, None
+                ]
                 mask = ((where >= begins) & (where < begins + filled[:, None])).view(np.uint8)
             bits = np.packbits(mask, axis=1, bitorder="little")
             mask_begin = _WORD_BYTES * self.lengths
@@ -104,7 +114,13 @@ class SampleFormat:
         return trailers
 
     def assemble(
-        self, ids: Ids, begins: Int64s, ends: Int64s, order: Int64s, counts: Int64s, mask: Mask | None = None
+        self,
+        ids: Ids,
+        begins: Int64s,
+        ends: Int64s,
+        order: Int64s,
+        counts: Int64s,
+        mask: Mask | None = None,
     ) -> list[Sample]:
         """The bytes of each sample, made of chunks of ``ids``; views of one buffer, one after the other.
 
@@ -118,10 +134,14 @@ class SampleFormat:
         trailers = bits = None
         if mask is not None and self.masked:
             nothing = np.zeros(len(padding), np.uint8)
-            bits = self._joined(mask, nothing, None, begins, ends, order, counts, filled).reshape(-1, self.width)
+            bits = self._joined(mask, nothing, None, begins, ends, order, counts, filled).reshape(
+                -1, self.width
+            )
         if self.trailer_bytes:
             trailers = self.trailers(filled, bits)
-        joined = self._joined(_little(ids), _little(padding), trailers, begins, ends, order, counts, filled)
+        joined = self._joined(
+            _little(ids), _little(padding), trailers, begins, ends, order, counts, filled
+        )
         size = self.sample_bytes
         return views(joined.view(np.uint8).data.toreadonly(), len(counts), size, size)
 
@@ -146,13 +166,17 @@ class SampleFormat:
         added = 1
         if trailers is not None:
             parts.append(trailers.reshape(-1).view(values.dtype))
-            all_edges.append(all_edges[-1][-1] + np.arange(1, samples + 1) * (trailers.shape[1] // size))
+            all_edges.append(
+                all_edges[-1][-1] + np.arange(1, samples + 1) * (trailers.shape[1] // size)
+            )
             added = 2
         # Where the chunks of each sample stand among what is taken: with its padding, and its trailer at the end.
         number = np.arange(samples)
         first = np.cumsum(counts) - counts + added * number
         taken = np.empty(len(order) + added * samples, np.int64)
-        taken[np.arange(len(order)) + np.repeat(added * number + (self.padding == "left"), counts)] = 2 * order
+        taken[
+            np.arange(len(order)) + np.repeat(added * number + (self.padding == "left"), counts)
+        ] = 2 * order
         taken[first + (0 if self.padding == "left" else counts)] = known + number
         if trailers is not None:
             taken[first + counts + 1] = known + samples + number

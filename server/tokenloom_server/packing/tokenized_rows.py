@@ -39,7 +39,9 @@ class DocumentSpan(NamedTuple):
 
     def cut(self, begin: int, end: int) -> DocumentSpan:
         """Those of them from ``begin`` to ``end``, counted from the first."""
-        return self._replace(begin=self.begin + begin, end=self.begin + end, ids=self.ids[begin:end])
+        return self._replace(
+            begin=self.begin + begin, end=self.begin + end, ids=self.ids[begin:end]
+        )
 
 
 class TokenizedRows(NamedTuple):
@@ -85,7 +87,9 @@ class TokenizedRows(NamedTuple):
             np.concatenate([each.row_origins for each in rows], axis=1),
             _joined_flags([(each.row_status, len(each.ends)) for each in rows], np.dtype(np.uint8)),
             {origin: reason for each in rows for origin, reason in each.reasons.items()},
-            np.concatenate([each.mask for each in rows if each.mask is not None]) if first.mask is not None else None,
+            np.concatenate([each.mask for each in rows if each.mask is not None])
+            if first.mask is not None
+            else None,
             _joined_flags([(each.excluded, len(each.ends)) for each in rows], np.dtype(np.bool_)),
             _joined_flags([(each.middles, len(each.ends)) for each in rows], np.dtype(np.uint8)),
         )
@@ -167,7 +171,9 @@ class TokenizedRows(NamedTuple):
         for first, end in _cuts(self.ends, tokens // 2):
             yield self.cut(end, first)
 
-    def reordered(self, order: Int64s, first_row: int, ids: Chunks, tokens: int) -> Iterator[TokenizedRows]:
+    def reordered(
+        self, order: Int64s, first_row: int, ids: Chunks, tokens: int
+    ) -> Iterator[TokenizedRows]:
         """The rows whose numbers ``order`` has, in that order, some at a time, of at most about so many ``tokens``.
         ``first_row``: of the first one; ``ids``: those of all rows."""
         starts = np.concatenate(([0], self.ends))
@@ -206,4 +212,6 @@ def _joined_flags(
     None where all have none."""
     if all(values is None for values, _ in columns):
         return None
-    return np.concatenate([np.zeros(count, dtype) if values is None else values for values, count in columns])
+    return np.concatenate(
+        [np.zeros(count, dtype) if values is None else values for values, count in columns]
+    )

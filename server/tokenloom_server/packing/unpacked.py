@@ -22,7 +22,13 @@ class UnpackedPacker(FormattedPacker):
     """Implements ``DocumentPacker``. Every row is in a sample; what is cut off is counted in ``lost_tokens``."""
 
     def __init__(
-        self, documents: Documents, state: SourceState, *, source_id: int, form: SampleFormat, splits: bool
+        self,
+        documents: Documents,
+        state: SourceState,
+        *,
+        source_id: int,
+        form: SampleFormat,
+        splits: bool,
     ) -> None:
         """``splits``: a row that is longer than a sample becomes several; else its end is lost."""
         super().__init__(documents, state, source_id=source_id, form=form)
@@ -48,7 +54,9 @@ class UnpackedPacker(FormattedPacker):
 
     def spans(self, count: int) -> Iterator[list[DocumentSpan]]:
         for rows, chunks in self._chunks():
-            for row, begin, end in zip(chunks.row.tolist(), chunks.begins.tolist(), chunks.ends.tolist(), strict=True):
+            for row, begin, end in zip(
+                chunks.row.tolist(), chunks.begins.tolist(), chunks.ends.tolist(), strict=True
+            ):
                 if not count:
                     return
                 count -= 1
@@ -64,14 +72,21 @@ class UnpackedPacker(FormattedPacker):
             begins = firsts.copy()
             begins[:1] += skipped
             row = np.flatnonzero(rows.ends > firsts)
-            count = -(-(rows.ends - begins)[row] // width) if self._splits else np.ones(len(row), np.int64)
+            count = (
+                -(-(rows.ends - begins)[row] // width)
+                if self._splits
+                else np.ones(len(row), np.int64)
+            )
             nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
             row = np.repeat(row, count)
             begin, row_end = begins[row] + nth * width, rows.ends[row]
             end = np.minimum(begin + width, row_end)
             lost = np.zeros_like(begin) if self._splits else row_end - end
             is_cut = (begin == firsts[row]) & (end < row_end)
-            yield rows, _Chunks(row, begin, end, lost, is_cut, (end == row_end) | (not self._splits))
+            yield (
+                rows,
+                _Chunks(row, begin, end, lost, is_cut, (end == row_end) | (not self._splits)),
+            )
 
     def _cursors(self, rows: TokenizedRows, chunks: _Chunks, rows_before: int) -> Int64s:
         """[n, 5], as ``SampleOrigins`` has them; ``rows_before``: the number of the first of the rows."""
@@ -93,17 +108,26 @@ class UnpackedPacker(FormattedPacker):
         return added
 
     def _block_of(
-        self, rows: TokenizedRows, chunks: _Chunks, first_sample: int, cursors: Int64s, row_counts: Int64s
+        self,
+        rows: TokenizedRows,
+        chunks: _Chunks,
+        first_sample: int,
+        cursors: Int64s,
+        row_counts: Int64s,
     ) -> Block:
         """``first_sample``: its number since the run began."""
         form, count = self.form, len(chunks.row)
         base, end = int(chunks.begins[0]), int(chunks.ends[-1])
         mask = rows.mask[base:end] if rows.mask is not None else None
         every, one = np.arange(count), np.ones(count, np.int64)
-        samples = form.assemble(rows.ids[base:end], chunks.begins - base, chunks.ends - base, every, one, mask)
+        samples = form.assemble(
+            rows.ids[base:end], chunks.begins - base, chunks.ends - base, every, one, mask
+        )
         filled = chunks.ends - chunks.begins
         starts = every * form.length + (form.width - filled if form.padding == "left" else 0)
-        return self._block(samples, first_sample, cursors, starts, np.arange(count + 1), row_counts, filled=filled)
+        return self._block(
+            samples, first_sample, cursors, starts, np.arange(count + 1), row_counts, filled=filled
+        )
 
 
 def unpacked_samples(lengths: Int64s, form: SampleFormat, *, splits: bool) -> Int64s:

@@ -59,7 +59,10 @@ class FileRows(NamedTuple):
 
 
 def portions(
-    reader: RangeReader, ranges: Iterable[RowRange], lanes: int, check: Callable[[deque[FileRows]], object]
+    reader: RangeReader,
+    ranges: Iterable[RowRange],
+    lanes: int,
+    check: Callable[[deque[FileRows]], object],
 ) -> Iterator[deque[FileRows]]:
     """A window's rows, portion by portion; ``lanes``: so many windows are held at once. Raises ``SourceError``; before
     that ``check`` is called with the rows of the portion, since the error of an earlier row comes first."""
@@ -70,7 +73,11 @@ def portions(
             for rows in reader.read(shard, first_row, first_row + count):
                 begin = 0
                 while begin < len(rows.column):
-                    reach = columns.reach(rows.column[begin:], room, None if rows.sizes is None else rows.sizes[begin:])
+                    reach = columns.reach(
+                        rows.column[begin:],
+                        room,
+                        None if rows.sizes is None else rows.sizes[begin:],
+                    )
                     held.append(FileRows(shard, rows.cut(begin, begin + reach.rows)))
                     begin += reach.rows
                     room -= reach.bytes

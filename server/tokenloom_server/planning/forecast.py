@@ -100,12 +100,16 @@ class _Simulation:
     @property
     def one_epoch(self) -> int:
         """Tokens that the sources have once, one pick at least."""
-        tokens = sum(supply.curve.epoch_tokens for supply in self._supplies if supply.curve is not None)
+        tokens = sum(
+            supply.curve.epoch_tokens for supply in self._supplies if supply.curve is not None
+        )
         return max(tokens, self._config.pick_tokens)
 
     def enter(self, part: Part) -> None:
         """Goes on in the next part, where this one ends."""
-        self._begin(part, carry(self._state(), self._config, part.config, part.grown, part.returning))
+        self._begin(
+            part, carry(self._state(), self._config, part.config, part.grown, part.returning)
+        )
         if part.skip:
             before, segments = self._state(), list(self.segments)
             self.go(self.tokens + part.skip * part.config.sequence_length)
@@ -117,8 +121,14 @@ class _Simulation:
         config, state = self._config, self._state()
         count = len(self._supplies)
         # Sources that came later had no share.
-        segments = [replace(each, shares=np.pad(each.shares, (0, count - len(each.shares)))) for each in self.segments]
-        segments = [replace(each, shares=each.shares / each.shares.sum()) for each in merged(segments, MAX_SEGMENTS)]
+        segments = [
+            replace(each, shares=np.pad(each.shares, (0, count - len(each.shares))))
+            for each in self.segments
+        ]
+        segments = [
+            replace(each, shares=each.shares / each.shares.sum())
+            for each in merged(segments, MAX_SEGMENTS)
+        ]
         return RunPlan.of(
             config,
             count="real" if config.balances_real else "positions",
@@ -131,7 +141,11 @@ class _Simulation:
             sources=list(self._sources(state)),
             endings=self._endings,
             segments=[
-                PlannedSegment(from_tokens=round(each.begin), until_tokens=round(each.end), shares=each.shares.tolist())
+                PlannedSegment(
+                    from_tokens=round(each.begin),
+                    until_tokens=round(each.end),
+                    shares=each.shares.tolist(),
+                )
                 for each in segments
             ],
         )
@@ -147,10 +161,13 @@ class _Simulation:
         estimates = {
             source: curve
             for source, supply in enumerate(self._supplies)
-            if (curve := part.size_estimates.get(source, supply.curve)) and source in part.config.measured_sources
+            if (curve := part.size_estimates.get(source, supply.curve))
+            and source in part.config.measured_sources
         }
         lengths = self._supplies if part.config.balances_real else None
-        self._mixer = Mixer(part.config, state.nodes, estimates, lengths, clock_offset=state.clock_ahead)
+        self._mixer = Mixer(
+            part.config, state.nodes, estimates, lengths, clock_offset=state.clock_ahead
+        )
         self._mix_weights, self._weights = self._mixer.mix_weights, self._mixer.weights()
         self._known: dict[tuple[int, int], Ending] = self._mixer.endings()
         self._begin_segment()
@@ -216,8 +233,12 @@ class _Simulation:
         tokens = self._balances() - self._segment_balances
         if length := self.tokens - self._segment_begin:
             # Of real tokens these are parts of the positions, so that segments that are joined keep what they have.
-            self.segments.append(PlanSegment(float(self._segment_begin), float(self.tokens), tokens / length))
-            if len(self.segments) > 4 * MAX_SEGMENTS and len(self.segments[0].shares) == len(tokens):
+            self.segments.append(
+                PlanSegment(float(self._segment_begin), float(self.tokens), tokens / length)
+            )
+            if len(self.segments) > 4 * MAX_SEGMENTS and len(self.segments[0].shares) == len(
+                tokens
+            ):
                 self.segments = merged(self.segments, MAX_SEGMENTS)
         self._begin_segment()
 
@@ -232,7 +253,11 @@ class _Simulation:
         """Ends a segment where other weights are in force than in it."""
         if self._mixer.mix_weights is self._mix_weights:
             return
-        before, self._weights, self._mix_weights = self._weights, self._mixer.weights(), self._mixer.mix_weights
+        before, self._weights, self._mix_weights = (
+            self._weights,
+            self._mixer.weights(),
+            self._mixer.mix_weights,
+        )
         if self._weights != before:
             self._cut()
 
@@ -240,7 +265,9 @@ class _Simulation:
         endings = self._mixer.endings()
         for key, ending in endings.items():
             if key not in self._known:
-                noted = PlannedEnding(tokens=self.tokens, sample_index=self._index, name=ending.name, why=ending.why)
+                noted = PlannedEnding(
+                    tokens=self.tokens, sample_index=self._index, name=ending.name, why=ending.why
+                )
                 self._endings.append(noted)
                 if ending.source is not None:
                     self._out_at[ending.source] = noted
@@ -251,7 +278,9 @@ class _Simulation:
         mixer, balances = self._mixer, self._balances().tolist()
         since = [supply.given * self._config.pick_samples for supply in self._supplies]
         sources = []
-        for source, (was, out) in enumerate(zip(self._start.sources, mixer.exhausted(mixer.mix_weights), strict=True)):
+        for source, (was, out) in enumerate(
+            zip(self._start.sources, mixer.exhausted(mixer.mix_weights), strict=True)
+        ):
             rows, cursor = was.rows, was.cursor
             if since[source]:
                 rows, tokens_in_row = self.rows_picked(source)
@@ -260,7 +289,9 @@ class _Simulation:
             samples, counts = was.samples + since[source], was.row_counts
             if self._config.balances_real:
                 counts = counts._replace(padding_tokens=tokens - balances[source])
-            now = replace(was, cursor=cursor, samples=samples, rows=rows, tokens=tokens, row_counts=counts)
+            now = replace(
+                was, cursor=cursor, samples=samples, rows=rows, tokens=tokens, row_counts=counts
+            )
             sources.append(replace(now, exhausted=out))
         return replace(
             self._start,
@@ -273,17 +304,23 @@ class _Simulation:
     def _sources(self, state: State) -> Iterator[PlannedSource]:
         balances = self._balances().tolist()
         total = sum(balances)
-        for source, now, supply in zip(self._config.sources, state.sources, self._supplies, strict=True):
+        for source, now, supply in zip(
+            self._config.sources, state.sources, self._supplies, strict=True
+        ):
             curve, out = supply.curve, self._out_at.get(source.id) if now.exhausted else None
             yield PlannedSource(
                 id=source.id,
                 spec=source.source,
                 alias=source.name,
                 rows=None if curve is None else curve.epoch_rows,
-                tokens_per_row=None if curve is None else curve.epoch_tokens / max(1, curve.epoch_rows),
+                tokens_per_row=None
+                if curve is None
+                else curve.epoch_tokens / max(1, curve.epoch_rows),
                 tokens_per_epoch=None if curve is None else round(curve.epoch_tokens),
                 epochs=None if math.isinf(supply.epochs) else supply.epochs,
-                epochs_read=None if curve is None or not curve.epoch_rows else now.rows / curve.epoch_rows,
+                epochs_read=None
+                if curve is None or not curve.epoch_rows
+                else now.rows / curve.epoch_rows,
                 tokens=now.tokens,
                 share=balances[source.id] / total if total else 0.0,
                 exhausted=now.exhausted,
@@ -297,6 +334,10 @@ class _Simulation:
             return self.reason
         if self.endless:
             live = zip(self._config.sources, self._supplies, self._mixer.shares(), strict=True)
-            names = ", ".join(source.name for source, supply, share in live if supply.picks == MAX_COUNTER and share)
+            names = ", ".join(
+                source.name
+                for source, supply, share in live
+                if supply.picks == MAX_COUNTER and share
+            )
             return f"nothing ends any more: {names} is read for ever; say how many tokens to plan further"
         return f"the run has the {self._until:,} tokens that were asked for"

@@ -49,7 +49,10 @@ def draw(plan: RunPlan, form: Format) -> bytes:
     colours = matplotlib.colormaps[_FEW_COLOURS if len(plan.sources) <= 10 else _MANY_COLOURS]
     for i, (name, shares) in enumerate(_layers(plan)):
         # As steps: what a segment has, it has up to its end.
-        stacked = [share + under for share, under in zip([*shares, shares[-1] if shares else 0.0], below, strict=True)]
+        stacked = [
+            share + under
+            for share, under in zip([*shares, shares[-1] if shares else 0.0], below, strict=True)
+        ]
         axes.fill_between(
             edges, below, stacked, step="post", label=_literal(name), linewidth=0,
             color=colours(i % colours.N) if name != _rest_name(plan) else _OTHERS,
@@ -59,12 +62,16 @@ def draw(plan: RunPlan, form: Format) -> bytes:
         axes.axvline(tokens, color="white", linewidth=0.8)
     axes.set_xlim(edges[0], max(edges[-1], edges[0] + 1))
     axes.set_ylim(0, 1)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: re.sub(r"\.0+(?=[KMBT])", "", short(tokens))))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda tokens, _: re.sub(r"\.0+(?=[KMBT])", "", short(tokens)))
+    )
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("tokens of the run")
     axes.set_ylabel("share of the real tokens" if plan.count == "real" else "share of the tokens")
     extent = "ends at" if plan.ends else "up to"
-    axes.set_title(_literal(f"run {plan.run}: {extent} {short(plan.until_tokens)} tokens"), loc="left")
+    axes.set_title(
+        _literal(f"run {plan.run}: {extent} {short(plan.until_tokens)} tokens"), loc="left"
+    )
     figure.legend(loc="outside right upper", frameon=False, reverse=True, fontsize="small")
     file = io.BytesIO()
     # No date and no random ids: the same plan is the same file.
@@ -85,7 +92,9 @@ def _layers(plan: RunPlan) -> list[tuple[str, list[float]]]:
     ]
     if len(plan.sources) > SHOWN_SOURCES:
         rest = [source.id for source in plan.sources if source.id not in shown]
-        layers.append((_rest_name(plan), [sum(segment.shares[i] for i in rest) for segment in plan.segments]))
+        layers.append(
+            (_rest_name(plan), [sum(segment.shares[i] for i in rest) for segment in plan.segments])
+        )
     return layers
 
 

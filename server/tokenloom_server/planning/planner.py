@@ -30,7 +30,11 @@ class Planner:
     def plan(self, timeline: Timeline, state: State, until: int | None) -> RunPlan:
         """From a state on (see ``forecast``). Raises also what ``measure`` raises."""
         with self._lock:
-            if self._last is not None and self._last[0] is timeline and self._last[1:3] == (state, until):
+            if (
+                self._last is not None
+                and self._last[0] is timeline
+                and self._last[1:3] == (state, until)
+            ):
                 return self._last[3]
             plan = forecast(list(self._parts(timeline, state)), state, until)
             self._last = timeline, state, until, plan
@@ -38,7 +42,9 @@ class Planner:
 
     def _parts(self, timeline: Timeline, state: State) -> Iterator[Part]:
         """The parts of a run that a plan from a state on goes through."""
-        first = max(i for i, segment in enumerate(timeline.segments) if segment.begin <= state.sample_index)
+        first = max(
+            i for i, segment in enumerate(timeline.segments) if segment.begin <= state.sample_index
+        )
         for segment in timeline.segments[first:]:
             factory = segment.factory
             yield Part(
@@ -63,4 +69,8 @@ class Planner:
             curve = self._measured[spec, files] = measure(factory, source_id)
         # Rows that are left out are read as rows without tokens.
         excluded = factory.record.excluded.count(spec)
-        return curve.scaled(Fraction(max(0, curve.epoch_rows - excluded), curve.epoch_rows)) if excluded else curve
+        return (
+            curve.scaled(Fraction(max(0, curve.epoch_rows - excluded), curve.epoch_rows))
+            if excluded
+            else curve
+        )

@@ -34,8 +34,18 @@ def report(plan: RunPlan) -> Iterator[Table | str]:
 
 def _sources(plan: RunPlan) -> Table:
     begin = "its beginning" if not plan.from_tokens else f"sample {plan.from_sample_index:,}"
-    table = Table(title=f"run {plan.run}: sequence length {plan.sequence_length:,}, planned from {begin}")
-    for heading in ("source", "rows", "tokens per epoch", "epochs", "tokens", "share", "runs out at"):
+    table = Table(
+        title=f"run {plan.run}: sequence length {plan.sequence_length:,}, planned from {begin}"
+    )
+    for heading in (
+        "source",
+        "rows",
+        "tokens per epoch",
+        "epochs",
+        "tokens",
+        "share",
+        "runs out at",
+    ):
         table.add_column(heading, justify="left" if heading == "source" else "right")
     for source in plan.sources:
         out = source.exhausted_at_tokens
@@ -60,7 +70,9 @@ def _epochs(source: PlannedSource) -> str:
 
 def _shares(plan: RunPlan) -> Table:
     """A row for each source, a column for each of a few segments."""
-    all_of_them = [PlanSegment(p.from_tokens, p.until_tokens, np.array(p.shares)) for p in plan.segments]
+    all_of_them = [
+        PlanSegment(p.from_tokens, p.until_tokens, np.array(p.shares)) for p in plan.segments
+    ]
     real = "of real tokens " if plan.count == "real" else ""
     table = Table(title=f"shares {real}over the run's tokens")
     table.add_column("source")

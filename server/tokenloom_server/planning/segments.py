@@ -31,7 +31,12 @@ def merged(segments: Sequence[PlanSegment], most: int) -> list[PlanSegment]:
     begin = segments[0].begin if segments else 0.0
     while len(ends) > max(1, most):
         # What joining two would move, in tokens: twice the product of their lengths by their sum, times the difference.
-        moved = np.abs(shares[1:] - shares[:-1]).sum(axis=1) * lengths[1:] * lengths[:-1] / (lengths[1:] + lengths[:-1])
+        moved = (
+            np.abs(shares[1:] - shares[:-1]).sum(axis=1)
+            * lengths[1:]
+            * lengths[:-1]
+            / (lengths[1:] + lengths[:-1])
+        )
         # All that is cheap at once, but no two joins side by side.
         excess = len(ends) - most
         order = np.argsort(moved, kind="stable")[: max(1, excess // 2)]
@@ -41,9 +46,9 @@ def merged(segments: Sequence[PlanSegment], most: int) -> list[PlanSegment]:
                 chosen.add(position)
         first = np.array(sorted(chosen))
         total = lengths[first] + lengths[first + 1]
-        shares[first] = (shares[first] * lengths[first, None] + shares[first + 1] * lengths[first + 1, None]) / total[
-            :, None
-        ]
+        shares[first] = (
+            shares[first] * lengths[first, None] + shares[first + 1] * lengths[first + 1, None]
+        ) / total[:, None]
         lengths[first], ends[first] = total, ends[first + 1]
         keep = np.setdiff1d(np.arange(len(ends)), first + 1)
         ends, lengths, shares = ends[keep], lengths[keep], shares[keep]

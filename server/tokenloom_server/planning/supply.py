@@ -15,9 +15,13 @@ from tokenloom_server.mixing.totals import rows_of
 class Supply:
     """The picks that the rest of a source's rows hold, and where its rows counter stands after some of them."""
 
-    def __init__(self, config: RunConfig, source: int, curve: TokenCurve | None, state: SourceState) -> None:
+    def __init__(
+        self, config: RunConfig, source: int, curve: TokenCurve | None, state: SourceState
+    ) -> None:
         """``curve``: None for a source that was dropped, which gives nothing."""
-        self.curve = curve if config.balances_real or curve is None else TokenCurve(curve.rows, curve.tokens)
+        self.curve = (
+            curve if config.balances_real or curve is None else TokenCurve(curve.rows, curve.tokens)
+        )
         #: Picks that were given since the state.
         self.given = 0
         self._balance = config.balanced(state)
@@ -30,7 +34,9 @@ class Supply:
         self.picks = 0
         if curve is None:
             return
-        self._begin = curve.tokens_before(state.rows) + (tokens_in_row(state.cursor) if self._cuts_rows else 0)
+        self._begin = curve.tokens_before(state.rows) + (
+            tokens_in_row(state.cursor) if self._cuts_rows else 0
+        )
         if state.exhausted or not curve.epoch_tokens:
             return
         if math.isinf(self.epochs):
@@ -48,7 +54,10 @@ class Supply:
 
     def real_lengths(self) -> Iterator[int]:
         """See ``RealLengths``."""
-        return (after - before for before, after in pairwise(map(self._real, range(self.given, self.picks + 1))))
+        return (
+            after - before
+            for before, after in pairwise(map(self._real, range(self.given, self.picks + 1)))
+        )
 
     def real_of(self, picks: int) -> int:
         """See ``RealLengths``."""

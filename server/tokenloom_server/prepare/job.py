@@ -130,7 +130,9 @@ class Job:
         for i, spec in enumerate(self.order.record.specs):
             source = named[spec]
             # Shards have ids alone, so a source with a loss mask beside them stays as it is.
-            if not source.has_loss_mask and (ids_too or self.order.readers.open(i).content is Content.TEXT):
+            if not source.has_loss_mask and (
+                ids_too or self.order.readers.open(i).content is Content.TEXT
+            ):
                 folder = f"sources/{i:03d}-{_file_name(source)}"
                 self.sources.append(Prepared(i, source, folder))
                 for number, (ranges, size) in enumerate(self._cut(i)):
@@ -150,7 +152,11 @@ class Job:
         children = {child["source"]: child for child in record["config"]["mixture"]["children"]}
         return {
             "format": FORMAT,
-            "shards": {"format": self.form, "bytes": self.shard_bytes, "ids": self.order.record.dtype.name},
+            "shards": {
+                "format": self.form,
+                "bytes": self.shard_bytes,
+                "ids": self.order.record.dtype.name,
+            },
             "tokenizer": record["tokenizer"],
             "transform": dict(self.transform.code) if self.transform is not None else None,
             **({"transforms": transforms} if transforms else {}),
@@ -159,7 +165,10 @@ class Job:
             "end_of_text_id": self.order.record.end_of_text_id,
             "begin_of_text_id": self.order.record.begin_of_text_id,
             "seed": config.seed if self.shuffled else None,
-            "sources": [self._described(prepared, children[prepared.config.source]) for prepared in self.sources],
+            "sources": [
+                self._described(prepared, children[prepared.config.source])
+                for prepared in self.sources
+            ],
         }
 
     @property
@@ -220,8 +229,12 @@ def reading_once(config: RunConfig, *, shuffled: bool = False, **of_sources: Any
     """A config under which every source of every phase is read once, from its first row to its last. ``of_sources``:
     options that each has beside its own."""
     left_out = set(FIELDS_OF_SERVING if shuffled else FIELDS_OF_SERVING | FIELDS_OF_READING)
-    children = [source.model_dump(exclude=left_out) | of_sources for _, source in config.named_sources()]
-    document = config.model_dump(exclude={"phases"}) | {"mixture": {"policy": "sequential", "children": children}}
+    children = [
+        source.model_dump(exclude=left_out) | of_sources for _, source in config.named_sources()
+    ]
+    document = config.model_dump(exclude={"phases"}) | {
+        "mixture": {"policy": "sequential", "children": children}
+    }
     return RunConfig.model_validate(document, context=config.catalog)
 
 

@@ -50,7 +50,9 @@ class Shard:
     @property
     def content(self) -> dict[str, Any]:
         """What it holds, wherever it lies."""
-        return {key: value for key, value in asdict(self).items() if key not in ("name", "signature")}
+        return {
+            key: value for key, value in asdict(self).items() if key not in ("name", "signature")
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,9 @@ class Journal:
 
     @classmethod
     @contextmanager
-    def open(cls, folder: Folder, job: Job, on_kept: Callable[[Task, Shard], None]) -> Iterator[Journal]:
+    def open(
+        cls, folder: Folder, job: Job, on_kept: Callable[[Task, Shard], None]
+    ) -> Iterator[Journal]:
         """Locks the folder, and keeps the shards that lie there whole: of a disk verified to the byte, of an object
         store by size and signature. ``on_kept`` is called with each, from any thread.
 
@@ -105,7 +109,9 @@ class Journal:
         """A shard that an attempt wrote: the attempt's file becomes the shard's, and then it is journalled. Raises
         ``ConfigError`` where another process has taken the folder."""
         if not self.attempts.is_open():
-            raise ConfigError(f"{self.folder.place}: another command prepares into it now, and took it from this one")
+            raise ConfigError(
+                f"{self.folder.place}: another command prepares into it now, and took it from this one"
+            )
         shard = replace(shard, signature=self.folder.move(attempt, shard.name))
         self.folder.append(JOURNAL, shard.name, json.dumps(asdict(shard)).encode())
         self.done[shard.name] = shard
@@ -137,9 +143,14 @@ def _refuse_other_job(folder: Folder, job: Job) -> None:
         raise ConfigError(
             f"{folder.at('job.json')}: cannot be read ({error}); prepare into another folder, or remove this one"
         ) from None
-    different = [f"{path}: it was {shown(old)}, it is {shown(new)}" for path, old, new in changes(recorded, present)]
+    different = [
+        f"{path}: it was {shown(old)}, it is {shown(new)}"
+        for path, old, new in changes(recorded, present)
+    ]
     if different:
-        different[LISTED:] = [f"and {len(different) - LISTED} more"] if len(different) > LISTED else []
+        different[LISTED:] = (
+            [f"and {len(different) - LISTED} more"] if len(different) > LISTED else []
+        )
         lines = "\n  ".join(["was prepared from something else:", *different])
         raise ConfigError(f"{folder.place}: {lines}\nput that back, or prepare into another folder")
 

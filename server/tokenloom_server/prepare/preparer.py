@@ -63,7 +63,9 @@ OnRows = Callable[[int, int, int], None]
 MakeAll = Callable[[Job, Sequence[Task], Journal, OnRows], None]
 
 
-def prepare(job: Job, out: Path | str, *, on_done: OnRows, on_kept: OnRows, make_all: MakeAll | None = None) -> Done:
+def prepare(
+    job: Job, out: Path | str, *, on_done: OnRows, on_kept: OnRows, make_all: MakeAll | None = None
+) -> Done:
     """Makes the shards that are not there yet, then the manifest and the mixture file, in a folder or below a URL.
     ``on_done`` is called as rows are written, ``on_kept`` with the counts of each shard that was there. ``make_all``:
     threads of this process, if nothing else is given.
@@ -73,7 +75,9 @@ def prepare(job: Job, out: Path | str, *, on_done: OnRows, on_kept: OnRows, make
     """
     folder = Folder(out)
     try:
-        with Journal.open(folder, job, lambda task, shard: on_kept(shard.rows, shard.tokens, task.bytes)) as journal:
+        with Journal.open(
+            folder, job, lambda task, shard: on_kept(shard.rows, shard.tokens, task.bytes)
+        ) as journal:
             missing = [task for task in job.tasks if task.name not in journal.done]
             if missing:
                 (make_all or in_threads)(job, missing, journal, on_done)
@@ -138,9 +142,19 @@ class Maker:
                 read += rows_read
                 on_rows(len(rows.ends), len(rows.ids), task.bytes * rows_read // task.rows)
         if left := task.rows - read:
-            raise SourceError(f"{task.name}: {left} of its {task.rows} rows are missing; the files changed meanwhile")
+            raise SourceError(
+                f"{task.name}: {left} of its {task.rows} rows are missing; the files changed meanwhile"
+            )
         bad, filtered = counts.tolist()
-        return Shard(task.name, writer.rows, bad, filtered, writer.tokens, path.stat().st_size, checksum(path))
+        return Shard(
+            task.name,
+            writer.rows,
+            bad,
+            filtered,
+            writer.tokens,
+            path.stat().st_size,
+            checksum(path),
+        )
 
     def _read(self, task: Task) -> Iterator[tuple[int, TokenizedRows]]:
         """A task's rows, some at a time: how many are read, and what becomes of them."""
@@ -162,7 +176,9 @@ class Maker:
             _log.warning("%s; bad rows are skipped, and counted", reason)
         most = self.order.max_bad_rows(task.source)
         if most is not None and bad > most:
-            raise SourceError(f"{reason}; so far {bad} rows of {task.name} are bad, and {_allowed(most)}")
+            raise SourceError(
+                f"{reason}; so far {bad} rows of {task.name} are bad, and {_allowed(most)}"
+            )
 
 
 def _allowed(most: int) -> str:
@@ -182,7 +198,13 @@ def _finish(job: Job, journal: Journal, kept: int) -> Done:
     described = zip(job.sources, document["sources"], strict=True)
     sources = [_source(job, prepared, fields, journal) for prepared, fields in described]
     totals = {key: sum(int(source[key]) for source in sources) for key in _COUNTS}
-    manifest = {**document, "tokenloom": version("tokenloom"), "run": job.config.run, "sources": sources, **totals}
+    manifest = {
+        **document,
+        "tokenloom": version("tokenloom"),
+        "run": job.config.run,
+        "sources": sources,
+        **totals,
+    }
     folder = journal.folder
     tokenizer = _copy_tokenizer(job, folder)
     digests = {task.name: journal.done[task.name].checksum for task in job.tasks}
@@ -193,7 +215,9 @@ def _finish(job: Job, journal: Journal, kept: int) -> Done:
     return Done(**totals, shards=len(job.tasks), kept=kept, mixture=mixture)
 
 
-def _source(job: Job, prepared: Prepared, fields: dict[str, Any], journal: Journal) -> dict[str, Any]:
+def _source(
+    job: Job, prepared: Prepared, fields: dict[str, Any], journal: Journal
+) -> dict[str, Any]:
     """A source in the manifest: what its shards are made from, and what they hold."""
     spec = prepared.config.source
     shards = [
@@ -203,12 +227,22 @@ def _source(job: Job, prepared: Prepared, fields: dict[str, Any], journal: Journ
     ]
     totals = {key: sum(shard[key] for shard in shards) for key in _COUNTS}
     if not totals["tokens"]:
-        raise SourceError(f"source {spec!r}: no row of it has a token, so it cannot be served; leave it out")
+        raise SourceError(
+            f"source {spec!r}: no row of it has a token, so it cannot be served; leave it out"
+        )
     most = job.order.max_bad_rows(prepared.source)
     if most is not None and totals["bad_rows"] > most:
-        raise SourceError(f"source {spec!r}: {totals['bad_rows']} rows are bad, and {_allowed(most)}")
+        raise SourceError(
+            f"source {spec!r}: {totals['bad_rows']} rows are bad, and {_allowed(most)}"
+        )
     fields = {key: value for key, value in fields.items() if key != "source"}
-    return {"spec": spec, "served_as": _spec(job, prepared, journal.folder), **fields, **totals, "shards": shards}
+    return {
+        "spec": spec,
+        "served_as": _spec(job, prepared, journal.folder),
+        **fields,
+        **totals,
+        "shards": shards,
+    }
 
 
 def _origin(job: Job, task: Task) -> dict[str, Any]:
@@ -221,7 +255,9 @@ def _origin(job: Job, task: Task) -> dict[str, Any]:
 def _spec(job: Job, prepared: Prepared, folder: Folder) -> str:
     # A folder can go elsewhere with its mixture file; of a URL the mixture file is fetched alone.
     place = folder.at(prepared.folder) if not folder.is_local else prepared.folder
-    return f"arrow:{place}:{COLUMN}" if job.form == "arrow" else f"parquet:{place}/*.parquet:{COLUMN}"
+    return (
+        f"arrow:{place}:{COLUMN}" if job.form == "arrow" else f"parquet:{place}/*.parquet:{COLUMN}"
+    )
 
 
 def _copy_tokenizer(job: Job, folder: Folder) -> str | None:
@@ -259,11 +295,19 @@ def _mixture(job: Job, folder: Folder, tokenizer: str | None) -> dict[str, Any]:
         # Under its old name on pages and in logs; begin- and end-of-text ids lie in the shards.
         config = job.order.config
         source = config.sources[prepared.source]
-        served_as_before = FIELDS_OF_SERVING | (FIELDS_OF_READING if source.shuffle == "none" else set())
-        named = {"source": _spec(job, prepared, folder), "alias": fields.get("alias", fields["source"])}
+        served_as_before = FIELDS_OF_SERVING | (
+            FIELDS_OF_READING if source.shuffle == "none" else set()
+        )
+        named = {
+            "source": _spec(job, prepared, folder),
+            "alias": fields.get("alias", fields["source"]),
+        }
         fields = {key: value for key, value in fields.items() if key in served_as_before}
         # A document that is rearranged keeps its end-of-text id last, if the source says that there is one.
-        ends = {"add_bos": False, "add_eot": "auto" if fields.get("fim") and config.adds_eot(source) else False}
+        ends = {
+            "add_bos": False,
+            "add_eot": "auto" if fields.get("fim") and config.adds_eot(source) else False,
+        }
         return named | {key: value for key, value in fields.items() if key not in named} | ends
 
     document: dict[str, Any] = plain(job.config.model_dump(exclude_defaults=True))

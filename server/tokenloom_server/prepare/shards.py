@@ -62,7 +62,9 @@ class ShardWriter:
         list can hold."""
         lengths = np.diff(ends, prepend=0)
         if len(lengths) and int(lengths.max()) > MAX_ROW_IDS:
-            raise SourceError(f"a row has {int(lengths.max())} tokens, but a list holds {MAX_ROW_IDS}; part the row")
+            raise SourceError(
+                f"a row has {int(lengths.max())} tokens, but a list holds {MAX_ROW_IDS}; part the row"
+            )
         self._values.append(values.astype(self._dtype, copy=False))
         self._lengths.append(lengths)
         self._ids += len(values)

@@ -28,22 +28,30 @@ def read_transformed(
         passing = np.ones(len(rows.column), np.bool_) if rows.filtered is None else ~rows.filtered
         passing[[bad.position for bad in rows.bad]] = False
         positions = np.flatnonzero(passing)
-        texts = arrays.filled(arrays.plain(rows.column).take(arrays.from_numbers(positions)).cast(pa.large_string()))
+        texts = arrays.filled(
+            arrays.plain(rows.column).take(arrays.from_numbers(positions)).cast(pa.large_string())
+        )
         if len(texts):
             try:
                 texts = transform.made_of(texts)
             except TransformFailed as error:
-                failed = rows_named(*(rows.first_row + positions[[error.begin, error.end - 1]]).tolist())
+                failed = rows_named(
+                    *(rows.first_row + positions[[error.begin, error.end - 1]]).tolist()
+                )
                 raise SourceError(
                     f"{documents.name}: {documents.path(file)}: {failed}: transform {transform.name} failed: {error}; "
                     "mend it, and prepare into another folder"
                 ) from None
         made = pa.concat_arrays([texts, pa.nulls(len(passing) - len(positions), texts.type)])
-        bad = tuple(each._replace(position=len(texts) + number) for number, each in enumerate(rows.bad))
+        bad = tuple(
+            each._replace(position=len(texts) + number) for number, each in enumerate(rows.bad)
+        )
         try:
             yield (
                 len(rows.column),
-                documents.tokenized(0, file, Rows(rows.first_row, made, bad, np.arange(len(made)) >= len(texts))),
+                documents.tokenized(
+                    0, file, Rows(rows.first_row, made, bad, np.arange(len(made)) >= len(texts))
+                ),
             )
         except TokenizerError as error:
             made_of = f"what {transform.name} made of row {rows.first_row} and those after it, counted from there"

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from tokenloom_server.core.state import DIGEST_MODULUS, DIGEST_MULTIPLIER, EpochCursor, SourceState, digest_hex
+from tokenloom_server.core.state import (
+    DIGEST_MODULUS,
+    DIGEST_MULTIPLIER,
+    EpochCursor,
+    SourceState,
+    digest_hex,
+)
 from tokenloom_server.errors import OrderMismatch
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import StepGroup
@@ -51,7 +57,11 @@ def explain(
 
 
 def _of_tokens(
-    factory: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
+    factory: PipelineFactory,
+    group: StepGroup,
+    samples: SourceSamples,
+    decode: Decode | None,
+    with_text: bool,
 ) -> list[TracedSample]:
     source, paths = samples.source, factory.record.shard_paths[samples.source]
     explained = []
@@ -78,7 +88,9 @@ def _of_tokens(
                     shard_index=span.shard,
                     fim=span.middle,
                     text=decode(span.ids.tolist()) if decode is not None else None,
-                    parts=_parts(span.ids.tolist(), counted, decode) if with_text and not counted.all() else None,
+                    parts=_parts(span.ids.tolist(), counted, decode)
+                    if with_text and not counted.all()
+                    else None,
                 )
             )
             position += len(span.ids)
@@ -122,12 +134,18 @@ def _parts(ids: list[int], counted: Mask, decode: Decode | None) -> list[TracedP
 
 
 def _of_rows(
-    factory: PipelineFactory, group: StepGroup, samples: SourceSamples, decode: Decode | None, with_text: bool
+    factory: PipelineFactory,
+    group: StepGroup,
+    samples: SourceSamples,
+    decode: Decode | None,
+    with_text: bool,
 ) -> list[TracedSample]:
     """Samples that are rows, by the batches that they came in."""
     source, epochs = samples.source, factory.readers.bucket_epochs(samples.source)
     paths, size = factory.record.shard_paths[source], epochs.size
-    cursor = samples.state.cursor if isinstance(samples.state.cursor, EpochCursor) else EpochCursor(0, 0)
+    cursor = (
+        samples.state.cursor if isinstance(samples.state.cursor, EpochCursor) else EpochCursor(0, 0)
+    )
     epoch, number = cursor.epoch, cursor.rows // size
     explained = []
     for batch_number, step in enumerate(samples.steps):
@@ -138,7 +156,9 @@ def _of_rows(
         batch = group.batch_of(step)
         digest = group.marks[step - 1].digest if step else group.base.digest
         for place, travelling in enumerate(group.ids(0, step, step + 1)):
-            digest = (digest * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(travelling, source)) % DIGEST_MODULUS
+            digest = (
+                digest * DIGEST_MULTIPLIER + xxhash.xxh3_128_intdigest(travelling, source)
+            ) % DIGEST_MODULUS
             row = {"bucket": batch.bucket, **described(batch, travelling)} if with_text else None
             document = TracedDocument(
                 position=0,

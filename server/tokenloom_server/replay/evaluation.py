@@ -18,7 +18,14 @@ from tokenloom_proto.threads import pool
 
 from tokenloom_server.core import caller
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.errors import ConfigError, JoinRefused, LimitExceeded, NotFound, OrderMismatch, ServerStopping
+from tokenloom_server.errors import (
+    ConfigError,
+    JoinRefused,
+    LimitExceeded,
+    NotFound,
+    OrderMismatch,
+    ServerStopping,
+)
 from tokenloom_server.replay.stream_samples import Sample, StreamSamples
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.delivery import EndOfData, Waiting
@@ -143,9 +150,13 @@ class Evaluations:
     def _find(self, call: EvaluationCall) -> StreamSamples:
         self._coordinator.require_lead()
         if not 0 <= call.rank < call.world_size:
-            raise JoinRefused(f"rank {call.rank} is not below world_size {call.world_size}: ranks count from 0")
+            raise JoinRefused(
+                f"rank {call.rank} is not below world_size {call.world_size}: ranks count from 0"
+            )
         if call.samples < 0:
-            raise JoinRefused(f"samples is {call.samples}; expected a number from 1 on, or 0 for the whole stream")
+            raise JoinRefused(
+                f"samples is {call.samples}; expected a number from 1 on, or 0 for the whole stream"
+            )
         with self._lock:
             if self._stopping:
                 raise ServerStopping("the server is stopping; evaluate again when it is back")
@@ -155,7 +166,9 @@ class Evaluations:
                     factory = self.streams.factory(call.stream)
                 except ConfigError as error:
                     raise JoinRefused(f"stream {call.stream!r} cannot be opened: {error}") from None
-                stream = self._samples[call.stream] = StreamSamples(call.stream, factory, self._pool, self._take_room)
+                stream = self._samples[call.stream] = StreamSamples(
+                    call.stream, factory, self._pool, self._take_room
+                )
         step_bytes = call.batch_size * stream.factory.form.sample_bytes
         if call.batch_size < 1 or step_bytes > MAX_STEP_BYTES:
             raise JoinRefused(
@@ -207,7 +220,13 @@ class Evaluation:
         self._over = False
         self._news = threading.Condition()
 
-    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str = "", waited_s: float = 0.0) -> None:
+    def progress(
+        self,
+        consumed_through: int,
+        credit_micro_steps: int,
+        digest: str = "",
+        waited_s: float = 0.0,
+    ) -> None:
         """The client consumed up to a sample index, and takes so many micro-steps beyond it."""
         if consumed_through > self._index:
             raise JoinRefused(
@@ -219,7 +238,9 @@ class Evaluation:
             self._credit = max(self._credit, consumed_through + max(1, credit_micro_steps) * step)
             self._news.notify_all()
 
-    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Slice | EndOfData | Waiting:
+    def next(
+        self, timeout_s: float, interrupted: Callable[[], bool]
+    ) -> Slice | EndOfData | Waiting:
         """What comes next; waits for it at most ``timeout_s``, or until ``interrupted`` (see ``wake``).
 
         Raises ``ServerStopping``, ``OrderMismatch``, and what making samples raises.
@@ -234,7 +255,9 @@ class Evaluation:
             while not self._over:
                 if self._index >= total:
                     self._over = True
-                    return EndOfData(self._index, f"stream {stream.name!r} has {total} samples to evaluate on", 0)
+                    return EndOfData(
+                        self._index, f"stream {stream.name!r} has {total} samples to evaluate on", 0
+                    )
                 if self._index < self._credit:
                     return self._slice(total)
                 left = deadline - time.monotonic()
@@ -256,7 +279,11 @@ class Evaluation:
         end = min(total, begin + self._message_steps * step, max(self._credit, begin + step))
         begins = range(begin, end, step)
         ends = [min(first + step, total) for first in begins]
-        places = [first + call.rank * call.batch_size + place for first in begins for place in range(call.batch_size)]
+        places = [
+            first + call.rank * call.batch_size + place
+            for first in begins
+            for place in range(call.batch_size)
+        ]
         self._index = ends[-1]
         return Slice(
             begin=begin,

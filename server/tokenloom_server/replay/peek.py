@@ -122,7 +122,9 @@ class Peeks:
                 "micro-steps"
             )
         if call.state and call.resume:
-            raise JoinRefused(f"a peek brings a loaded state and resume={call.resume!r}: give one of them")
+            raise JoinRefused(
+                f"a peek brings a loaded state and resume={call.resume!r}: give one of them"
+            )
         self._check_batch_size(call.batch_size)
 
     def _check_batch_size(self, batch_size: int) -> None:
@@ -157,7 +159,9 @@ class Peek:
     #: Of a world of one.
     rank = 0
 
-    def __init__(self, past: Past, nearest: NearestState, index: int, batch_size: int, digest: str) -> None:
+    def __init__(
+        self, past: Past, nearest: NearestState, index: int, batch_size: int, digest: str
+    ) -> None:
         """Samples from ``index`` on; ``nearest`` is a state at or before it."""
         coordinator = past.coordinator
         self._past = past
@@ -175,7 +179,13 @@ class Peek:
         self._work: Future[Made] | None = None
         self._worked_at = time.monotonic()
 
-    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str = "", waited_s: float = 0.0) -> None:
+    def progress(
+        self,
+        consumed_through: int,
+        credit_micro_steps: int,
+        digest: str = "",
+        waited_s: float = 0.0,
+    ) -> None:
         """The client consumed up to a sample index, and takes so many micro-steps beyond it. The first one begins it
         all.
 
@@ -191,7 +201,9 @@ class Peek:
             self._credit_micro_steps = max(1, credit_micro_steps)
             self._changed.notify_all()
 
-    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | EndOfData | Waiting:
+    def next(
+        self, timeout_s: float, interrupted: Callable[[], bool]
+    ) -> Delivery | EndOfData | Waiting:
         """What comes next; waits for it at most ``timeout_s``, or until ``interrupted`` (see ``wake``).
 
         Raises ``ServerStopping``, and what making samples raises, after all samples that are good.
@@ -200,7 +212,9 @@ class Peek:
         with self._changed:
             while True:
                 if self._past.stopping:
-                    raise ServerStopping("the server is stopping; this peek goes on when it is back")
+                    raise ServerStopping(
+                        "the server is stopping; this peek goes on when it is back"
+                    )
                 if self._work is not None and self._work.done():
                     work, self._work = self._work, None
                     self._worked_at = time.monotonic()

@@ -70,10 +70,13 @@ class Receipts:
         specs = timeline.at(index).record.specs
         return Receipt(
             **self._identity(state),
-            samples={spec: source.samples for spec, source in zip(specs, state.sources, strict=True)},
+            samples={
+                spec: source.samples for spec, source in zip(specs, state.sources, strict=True)
+            },
             revisions=[
                 RevisionMark(
-                    sample_index=revision.sample_index, digest=hashlib.sha256(revision.content.encode()).hexdigest()
+                    sample_index=revision.sample_index,
+                    digest=hashlib.sha256(revision.content.encode()).hexdigest(),
                 )
                 for revision in timeline.revisions
                 if revision.sample_index < index
@@ -97,9 +100,14 @@ class Receipts:
         record = timeline.at(index).record
         config = record.config
         stats = self._stats.sources(committed, state)
-        sources = [_source(timeline, index, each, source) for each, source in zip(stats, state.sources, strict=True)]
+        sources = [
+            _source(timeline, index, each, source)
+            for each, source in zip(stats, state.sources, strict=True)
+        ]
         kept = with_samples(openings)
-        versions = {name: number for name in PACKAGES if (number := installed_version(name)) != "none"}
+        versions = {
+            name: number for name in PACKAGES if (number := installed_version(name)) != "none"
+        }
         return RunReport.of(
             config,
             **self._identity(state),
@@ -140,7 +148,9 @@ class Receipts:
         }
 
 
-def _source(timeline: Timeline, index: int, figure: SourceStats, state: SourceState) -> SourceReport:
+def _source(
+    timeline: Timeline, index: int, figure: SourceStats, state: SourceState
+) -> SourceReport:
     record = timeline.at(index).record
     shards = record.shards[figure.id]
     unique = unique_tokens(figure, state, steady=_is_steady(timeline, index, figure.id))
@@ -164,11 +174,18 @@ def _is_steady(timeline: Timeline, index: int, source: int) -> bool:
     """Whether a source ends by its epochs alone, and had the same rows and epochs since it is there."""
     records = [segment.factory.record for segment in timeline.segments if segment.begin <= index]
     states = [
-        (record.shards[source], record.config.epochs[source], record.excluded.count(record.specs[source]))
+        (
+            record.shards[source],
+            record.config.epochs[source],
+            record.excluded.count(record.specs[source]),
+        )
         for record in records
         if source < len(record.specs)
     ]
-    return all(each == states[0] for each in states) and timeline.at(index).config.sources[source].max_tokens is None
+    return (
+        all(each == states[0] for each in states)
+        and timeline.at(index).config.sources[source].max_tokens is None
+    )
 
 
 def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = True) -> Unique:
@@ -194,7 +211,9 @@ def unique_tokens(figure: SourceStats, state: SourceState, *, steady: bool = Tru
     return Unique(min(estimate, consumed), False)
 
 
-def _generations(openings: Sequence[Opening], kept: Sequence[Opening], end: int) -> list[GenerationReport]:
+def _generations(
+    openings: Sequence[Opening], kept: Sequence[Opening], end: int
+) -> list[GenerationReport]:
     ends = [*(after.start_index for after in kept[1:]), end]
     ranges = {
         opening.generation: Range(first=opening.start_index, end=range_end)

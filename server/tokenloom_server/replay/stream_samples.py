@@ -44,7 +44,11 @@ class StreamSamples:
     """The first samples of one stream. Thread-safe."""
 
     def __init__(
-        self, name: str, factory: PipelineFactory, pool: ThreadPoolExecutor, take_room: Callable[[int], None]
+        self,
+        name: str,
+        factory: PipelineFactory,
+        pool: ThreadPoolExecutor,
+        take_room: Callable[[int], None],
     ) -> None:
         """``take_room`` raises ``LimitExceeded`` where so many bytes more have no room, and counts them; fewer than
         none are given back."""
@@ -55,7 +59,9 @@ class StreamSamples:
         self._changed = threading.Condition()
         self._samples: list[Sample] = []
         #: What a rank gets where there is no sample for it.
-        self.padding = Sample(bytes(factory.form.sample_bytes), PADDING, np.empty(0, np.uint32), 0, (0, 0), 0)
+        self.padding = Sample(
+            bytes(factory.form.sample_bytes), PADDING, np.empty(0, np.uint32), 0, (0, 0), 0
+        )
         #: The newest turn: who waits for it gets its error.
         self._turn: Future[None] | None = None
         self._ended = False
@@ -139,7 +145,9 @@ class StreamSamples:
             if isinstance(error, TokenloomError):
                 raise
             _log.exception("stream %s of run %s cannot be made", self.name, factory.name)
-            raise TokenloomError(f"stream {self.name!r} cannot be made: {error}; see the server's log") from error
+            raise TokenloomError(
+                f"stream {self.name!r} cannot be made: {error}; see the server's log"
+            ) from error
         finally:
             self._take_room((len(samples) - count) * factory.form.sample_bytes)
         self._state = self._replay.state()
@@ -162,7 +170,14 @@ def _samples_of(group: StepGroup) -> list[Sample]:
     picks = group.source_ids[0, :made, 0].tolist()
     return [
         # Copies: a view would keep all of the block that it is of.
-        Sample(bytes(ids), source, own.copy(), mark.digest, group.real_tokens(step), group.run_real_tokens(step))
+        Sample(
+            bytes(ids),
+            source,
+            own.copy(),
+            mark.digest,
+            group.real_tokens(step),
+            group.run_real_tokens(step),
+        )
         for step, (ids, source, own, mark) in enumerate(
             zip(group.ids(0, 0, made), picks, apart, group.marks, strict=True)
         )

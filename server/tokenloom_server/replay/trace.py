@@ -16,7 +16,13 @@ import numpy as np
 
 from tokenloom_server.core import caller
 from tokenloom_server.core.hashing import slice_rotation
-from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, ServerStopping
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LimitExceeded,
+    NotFound,
+    ServerStopping,
+)
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.replay.documents import explain
@@ -92,10 +98,15 @@ class Traces:
         source_id = next((each.id for each in sources if source in (each.name, each.source)), None)
         if source_id is None:
             names = ", ".join(repr(each.name) for each in sources)
-            raise NotFound(f"source: run {self._coordinator.name!r} has no source {source!r}; it has {names}")
+            raise NotFound(
+                f"source: run {self._coordinator.name!r} has no source {source!r}; it has {names}"
+            )
         first = min(opening.start_index for opening in lineage(openings))
         with self._past.admitted():
-            begins, ends = self._past.nearest(first).state.given(source_id), view.state.given(source_id)
+            begins, ends = (
+                self._past.nearest(first).state.given(source_id),
+                view.state.given(source_id),
+            )
             if begins == ends or not begins <= (begins if number is None else number) < ends:
                 raise BeyondHorizon(
                     f"number: source {source!r} of run {self._coordinator.name!r} has given {ends} samples that are "
@@ -133,7 +144,9 @@ class Traces:
         places = np.flatnonzero(group.source_ids[0, : len(group.marks)] == source_id)
         return group.begin + int(places[number - before.given(source_id)])
 
-    def micro_step(self, micro_step: int, rank: int | None, generation: int | None, text: bool) -> TracedMicroStep:
+    def micro_step(
+        self, micro_step: int, rank: int | None, generation: int | None, text: bool
+    ) -> TracedMicroStep:
         """A micro-step of a generation (None: the present one), counted from 0: all of it, or what a rank got.
 
         Raises what ``sample`` does, and ``ConfigError`` for a rank that the generation does not have.
@@ -142,17 +155,22 @@ class Traces:
         plan = batch_plans_of(opening).at_step(micro_step)
         world, size = plan.world_size, plan.batch_size
         if rank is not None and rank >= world:
-            raise ConfigError(f"rank is {rank}, but generation {opening.generation} has ranks 0 to {world - 1}")
+            raise ConfigError(
+                f"rank is {rank}, but generation {opening.generation} has ranks 0 to {world - 1}"
+            )
         begin = plan.index_of(micro_step)
         if opening is openings[-1]:
             self._check_produced(f"micro-step {micro_step}", begin, opening)
         rotation = slice_rotation(self._coordinator.order.config.seed, begin, world)
         begins = {
-            each: begin + (each + rotation) % world * size for each in (range(world) if rank is None else (rank,))
+            each: begin + (each + rotation) % world * size
+            for each in (range(world) if rank is None else (rank,))
         }
         first, count = (begin, plan.step_samples) if rank is None else (begins[rank], size)
         samples, end = self._read(first, count, generation, text)
-        if end <= begin or (end < first + count and self._coordinator.order.config.last_micro_step == "drop"):
+        if end <= begin or (
+            end < first + count and self._coordinator.order.config.last_micro_step == "drop"
+        ):
             raise BeyondHorizon(
                 f"micro-step {micro_step} of generation {opening.generation} does not exist: it would begin at sample "
                 f"{begin} and have {plan.step_samples}, and the data end at sample {end}"
@@ -160,7 +178,9 @@ class Traces:
         placed = {sample.sample: self._placed(sample, opening, openings) for sample in samples}
         ranks = []
         for each, rank_begin in begins.items():
-            of_rank = [placed[index] for index in range(rank_begin, rank_begin + size) if index in placed]
+            of_rank = [
+                placed[index] for index in range(rank_begin, rank_begin + size) if index in placed
+            ]
             ranks.append(TracedRank(rank=each, samples=of_rank, padding=size - len(of_rank)))
         return TracedMicroStep(
             generation=opening.generation,
@@ -178,7 +198,9 @@ class Traces:
         self._coordinator.require_lead()
         openings = self._past.openings()
         if not openings:
-            raise BeyondHorizon(f"run {self._coordinator.name!r} has delivered nothing yet: no trainer has joined it")
+            raise BeyondHorizon(
+                f"run {self._coordinator.name!r} has delivered nothing yet: no trainer has joined it"
+            )
         return openings, next(lineage(openings, generation))
 
     def _check_produced(self, name: str, index: int, opening: Opening) -> None:
@@ -195,7 +217,9 @@ class Traces:
                 f"{produced}; `tokenloom peek` shows what comes"
             )
 
-    def _placed(self, sample: TracedSample, opening: Opening | None, openings: Sequence[Opening]) -> TracedSample:
+    def _placed(
+        self, sample: TracedSample, opening: Opening | None, openings: Sequence[Opening]
+    ) -> TracedSample:
         """With the place that its generation gave it; None: that is not known here."""
         status = self._status(sample.sample, opening, openings)
         if opening is None:
@@ -203,7 +227,9 @@ class Traces:
         plan = batch_plans_of(opening).at_index(sample.sample)
         steps, in_step = divmod(sample.sample - plan.start_index, plan.step_samples)
         slice_number, place = divmod(in_step, plan.batch_size)
-        rotation = slice_rotation(self._coordinator.order.config.seed, sample.sample - in_step, plan.world_size)
+        rotation = slice_rotation(
+            self._coordinator.order.config.seed, sample.sample - in_step, plan.world_size
+        )
         rank = (slice_number - rotation) % plan.world_size
         update = {
             "generation": opening.generation,
@@ -221,7 +247,9 @@ class Traces:
 
     # --- making samples again ------------------------------------------------------------------------
 
-    def _read(self, first: int, count: int, generation: int | None, text: bool) -> tuple[list[TracedSample], int]:
+    def _read(
+        self, first: int, count: int, generation: int | None, text: bool
+    ) -> tuple[list[TracedSample], int]:
         """Samples of the order from ``first`` on, without their places, and the index after them: there are fewer where
         the data end (perhaps before ``first``), or where samples have another length."""
         past, deadline = self._past, time.monotonic() + MAX_FORWARD_S
@@ -241,10 +269,16 @@ class Traces:
 
     def _explained(self, replay: Replay, first: int, count: int, text: bool) -> list[TracedSample]:
         """Samples from ``first`` on, as far as a replay gives them, which stands there or shortly before."""
-        past, traced, decode = self._past, dict[int, TracedSample](), self._decode() if text else None
+        past, traced, decode = (
+            self._past,
+            dict[int, TracedSample](),
+            self._decode() if text else None,
+        )
         for group in past.in_turns(replay.groups(first + count)):
             # Reading the rows of one source again takes no longer than making the samples.
-            for samples in past.in_turns(explain(replay.timeline.at(group.begin), group, decode, text)):
+            for samples in past.in_turns(
+                explain(replay.timeline.at(group.begin), group, decode, text)
+            ):
                 traced |= {sample.sample: sample for sample in samples}
                 _check_documents(count, traced.values())
         return [traced[index] for index in sorted(traced) if first <= index < first + count]
@@ -256,7 +290,9 @@ class Traces:
             return None
         with self._decoder_lock:
             if self._decoder is None:
-                self._decoder = bytes_decoder() if definition.is_bytes else load_decoder(definition.content)
+                self._decoder = (
+                    bytes_decoder() if definition.is_bytes else load_decoder(definition.content)
+                )
             return self._decoder
 
 

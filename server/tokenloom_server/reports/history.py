@@ -10,7 +10,18 @@ from tokenloom_server.reports.stats import SourceName
 
 #: What happened, in a word.
 EventKind = Literal[
-    "launch", "rewind", "skip", "fork", "pin", "revision", "failover", "bad_rows", "error", "end", "ledger", "audit"
+    "launch",
+    "rewind",
+    "skip",
+    "fork",
+    "pin",
+    "revision",
+    "failover",
+    "bad_rows",
+    "error",
+    "end",
+    "ledger",
+    "audit",
 ]
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from tokenloom_server.reports.receipt import GenerationReport, Range, RevisionInfo, RunReport, SourceReport
+from tokenloom_server.reports.receipt import (
+    GenerationReport,
+    Range,
+    RevisionInfo,
+    RunReport,
+    SourceReport,
+)
 
 
 def markdown(report: RunReport) -> str:
@@ -39,7 +45,17 @@ def _summary(report: RunReport) -> Iterator[str]:
 
 def _sources(report: RunReport) -> Iterator[str]:
     yield _table(
-        ("source", "share", "tokens", "unique tokens", "epochs", "rows", "files", "MB", "SHA-256 of the list of files"),
+        (
+            "source",
+            "share",
+            "tokens",
+            "unique tokens",
+            "epochs",
+            "rows",
+            "files",
+            "MB",
+            "SHA-256 of the list of files",
+        ),
         map(_source, report.sources),
     )
     lines = []
@@ -60,11 +76,18 @@ def _reading(report: RunReport) -> Iterator[str]:
         ("manifest of all files, SHA-256", _code(report.manifest_digest)),
         ("order version", str(report.order_version)),
         ("digest of all samples", _code(report.digest)),
-        ("skipped tokens, given to no trainer", f"{sum(source.skipped_tokens for source in report.sources):,}"),
+        (
+            "skipped tokens, given to no trainer",
+            f"{sum(source.skipped_tokens for source in report.sources):,}",
+        ),
     ]
     if parent := report.parent_run:
-        rows.append(("forked from", f"run uid {_code(parent['uid'])}, generation {parent['generation']}"))
-    rows.append(("software", ", ".join(f"{name} {version}" for name, version in report.software.items())))
+        rows.append(
+            ("forked from", f"run uid {_code(parent['uid'])}, generation {parent['generation']}")
+        )
+    rows.append(
+        ("software", ", ".join(f"{name} {version}" for name, version in report.software.items()))
+    )
     rows.append(("run", f"uid {_code(report.run_uid)}, stream {_code(report.stream)}"))
     yield _table(("", ""), rows)
 
@@ -72,7 +95,10 @@ def _reading(report: RunReport) -> Iterator[str]:
 def _changes(report: RunReport) -> Iterator[str]:
     if report.revisions:
         yield "### Changes of the mixture"
-        yield _table(("from sample", "tokens before it", "by", "reason", "what"), map(_revision, report.revisions))
+        yield _table(
+            ("from sample", "tokens before it", "by", "reason", "what"),
+            map(_revision, report.revisions),
+        )
 
 
 def _left_out(report: RunReport) -> Iterator[str]:
@@ -83,12 +109,22 @@ def _left_out(report: RunReport) -> Iterator[str]:
     yield _table(("file", "rows", "SHA-256"), files)
     sources = [source for source in report.sources if source.excluded_rows]
     if sources:
-        yield "\n".join(f"- {_code(source.alias)}: {source.excluded_rows:,} rows of each epoch" for source in sources)
+        yield "\n".join(
+            f"- {_code(source.alias)}: {source.excluded_rows:,} rows of each epoch"
+            for source in sources
+        )
 
 
 def _launches(report: RunReport) -> Iterator[str]:
     yield "### Launches"
-    headings = ("launch", "opened (UTC)", "ranks × batch", "from", "goes on from", "samples of the run")
+    headings = (
+        "launch",
+        "opened (UTC)",
+        "ranks × batch",
+        "from",
+        "goes on from",
+        "samples of the run",
+    )
     yield _table(headings, map(_generation, report.generations))
     yield (
         f"As of {_time(report.made_at)} UTC. Two runs with the same digest at the same number of samples had the same "
@@ -125,10 +161,18 @@ def _generation(launch: GenerationReport) -> Sequence[str]:
         str(launch.generation),
         _time(launch.opened_at),
         f"{launch.world_size:,} × {launch.batch_size:,}"
-        + "".join(f", {later.batch_size:,} from {later.sample_index:,} on" for later in launch.batch_sizes),
+        + "".join(
+            f", {later.batch_size:,} from {later.sample_index:,} on" for later in launch.batch_sizes
+        ),
         f"{launch.start_index:,}",
-        f"launch {launch.parent}" if launch.parent else "the beginning" if not launch.start_index else "elsewhere",
-        "none: a later launch began at or before it" if launch.kept is None else _range(launch.kept),
+        f"launch {launch.parent}"
+        if launch.parent
+        else "the beginning"
+        if not launch.start_index
+        else "elsewhere",
+        "none: a later launch began at or before it"
+        if launch.kept is None
+        else _range(launch.kept),
     )
 
 

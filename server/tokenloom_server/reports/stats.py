@@ -146,7 +146,10 @@ class NextLaunch(Document):
 
 def skips_text(skips: Mapping[int, int]) -> str:
     """What a run passes over, for people."""
-    return ", ".join(f"{samples:,} samples at sample {index:,}" for index, samples in skips.items()) or "nothing"
+    return (
+        ", ".join(f"{samples:,} samples at sample {index:,}" for index, samples in skips.items())
+        or "nothing"
+    )
 
 
 class RunState(RunDocument):
@@ -247,7 +250,9 @@ class RunSummary(RunState):
         left = [source.remaining_samples for source in stats.sources if source.target_share > 0]
         seconds_left = None
         if None not in left and stats.tokens_per_s > 0:
-            seconds_left = sum(count or 0 for count in left) * stats.sequence_length / stats.tokens_per_s
+            seconds_left = (
+                sum(count or 0 for count in left) * stats.sequence_length / stats.tokens_per_s
+            )
         states = [rank.state for rank in stats.ranks]
         return cls.of(
             stats,

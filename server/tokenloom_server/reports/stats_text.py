@@ -31,8 +31,14 @@ def print_stats(out: Console, stats: RunStats) -> None:
     )
     if stats.revision or stats.next_revision:
         coming = stats.next_revision
-        later = f"; revision {coming.number} from sample {coming.sample_index:,} on" if coming else ""
-        current = f"revision {stats.revision}" if stats.revision else "the mixture that the run began with"
+        later = (
+            f"; revision {coming.number} from sample {coming.sample_index:,} on" if coming else ""
+        )
+        current = (
+            f"revision {stats.revision}"
+            if stats.revision
+            else "the mixture that the run began with"
+        )
         out.print(f"in force: {current}{later} (tokenloom mixture show)")
     for part in _tables(out, stats):
         out.print(part)
@@ -42,7 +48,9 @@ def print_stats(out: Console, stats: RunStats) -> None:
         if line:
             out.print(line)
     for rank in stats.ranks:
-        heard = "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
+        heard = (
+            "never heard" if rank.last_heard_s is None else f"heard {rank.last_heard_s:.1f} s ago"
+        )
         waited = f", waited {rank.waited_s:,.1f} s for data" if rank.waited_s else ""
         client = f", client {rank.release}" if rank.release else ""
         position = f"at sample {rank.position:,} (lag {rank.lag:,})"
@@ -81,7 +89,9 @@ def sources_table(
         "target": lambda source: f"{source.target_share:.2%}",
         "expected": lambda source: f"{source.expected_share:.2%}",
         "actual": lambda source: f"{source.actual_share:.2%}",
-        "recent": lambda source: "–" if source.window_share is None else f"{source.window_share:.2%}",
+        "recent": lambda source: (
+            "–" if source.window_share is None else f"{source.window_share:.2%}"
+        ),
         "loss": lambda source: "–" if source.loss is None else f"{source.loss:.4f}",
         "samples": lambda source: count(source.samples),
         "rows": lambda source: count(source.rows),

@@ -35,7 +35,9 @@ def print_trace(out: Console, run: str, trace: TracedSample | TracedMicroStep, t
 
 
 def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) -> None:
-    where = "of the stream that was asked for" if sample.status == "evaluated" else "in another ledger"
+    where = (
+        "of the stream that was asked for" if sample.status == "evaluated" else "in another ledger"
+    )
     if sample.micro_step is not None:
         place = f"place {sample.place} of rank {sample.rank}"
         where = f"generation {sample.generation}, micro-step {sample.micro_step:,}: {place}"
@@ -50,7 +52,10 @@ def _print_sample(out: Console, begin: str, sample: TracedSample, text: bool) ->
         return
     for document in sample.documents:
         position, path, row, epoch, tokens, whole = _row(document)
-        out.rule(f"at {position}: {path}, row {row}, epoch {epoch}, tokens {tokens} of {whole}", align="left")
+        out.rule(
+            f"at {position}: {path}, row {row}, epoch {epoch}, tokens {tokens} of {whole}",
+            align="left",
+        )
         shown = document.text if document.text is not None else "the run has no tokeniser"
         out.print(shown, soft_wrap=True)
 

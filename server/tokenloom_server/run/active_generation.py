@@ -149,7 +149,8 @@ class ActiveGeneration:
     def stands_still(self, now: float, liveness_s: float) -> bool:
         """Whether no rank trains on it: each said goodbye, or was silent for so long while it was listened to."""
         return self.closed or all(
-            not slot.connected and (slot.left or now - max(self.since, slot.last_heard or self.since) >= liveness_s)
+            not slot.connected
+            and (slot.left or now - max(self.since, slot.last_heard or self.since) >= liveness_s)
             for slot in self.generation.slots
         )
 
@@ -174,7 +175,9 @@ class ActiveGeneration:
             # Nothing at the index itself, and no group that it lies in, may be there before the revision is.
             begin = generation.batch_plans.boundary(revising_at + 1)
             limit = begin - (begin == revising_at)
-            return min(steps, max(0, generation.batch_plans.steps_until(limit)[0] - generation.produced))
+            return min(
+                steps, max(0, generation.batch_plans.steps_until(limit)[0] - generation.produced)
+            )
         return steps
 
     def _first_unproduced(self) -> int:
@@ -183,7 +186,10 @@ class ActiveGeneration:
         if self.closed:
             return generation.index_of(generation.committed)
         # After a restart ranks may hold more than is produced again: as much as the window allows until they say it.
-        sent = [slot.sent if slot.session or not self.taken_up else generation.horizon for slot in generation.slots]
+        sent = [
+            slot.sent if slot.session or not self.taken_up else generation.horizon
+            for slot in generation.slots
+        ]
         return generation.batch_plans.boundary_after(
             generation.index_of(max(generation.produced, self.asked_for, *sent))
         )
@@ -191,7 +197,9 @@ class ActiveGeneration:
     def check_order(self, ended: bool) -> None:
         """Raises ``OrderMismatch`` where what is produced is not what was committed, or what a rank has."""
         generation = self.generation
-        if self.expected_digest is not None and (generation.produced >= generation.committed or ended):
+        if self.expected_digest is not None and (
+            generation.produced >= generation.committed or ended
+        ):
             generation.check_digest(self.expected_digest)
             self.expected_digest = None
         if generation.claims:
@@ -200,7 +208,9 @@ class ActiveGeneration:
     def waiting_for(self) -> str:
         """Which ranks production waits for; empty where it waits for none."""
         generation = self.generation
-        if self.closed or (generation.end is None and all(slot.state == "finished" for slot in generation.slots)):
+        if self.closed or (
+            generation.end is None and all(slot.state == "finished" for slot in generation.slots)
+        ):
             return "a trainer"
         if generation.end is not None or generation.steps_wanted():
             return ""
@@ -214,7 +224,9 @@ class ActiveGeneration:
     def starves(self) -> bool:
         """Whether a rank has consumed all that is produced."""
         generation = self.generation
-        return any(slot.connected and slot.consumed >= generation.produced for slot in generation.slots)
+        return any(
+            slot.connected and slot.consumed >= generation.produced for slot in generation.slots
+        )
 
     def point_at(self, index: int) -> tuple[StepGroup, int] | None:
         """(group of the boundary before it, how many of its micro-steps lie before it) of a sample index; None where

@@ -67,7 +67,9 @@ class Attempts:
         """A rank was refused for good, so that its launch cannot train: the other ranks hear that now, whether they
         wait, train or are still to join. A rank that has its place already is another process's, and trains on."""
         refusal = type(error)(
-            f"rank {rank} of attempt {attempt!r} was refused, so its launch cannot begin: {error}"[:_MAX_TEXT]
+            f"rank {rank} of attempt {attempt!r} was refused, so its launch cannot begin: {error}"[
+                :_MAX_TEXT
+            ]
         )
         with self._context.lock:
             active = self._present.active
@@ -104,7 +106,9 @@ class Attempts:
             del self._refused_ranks[attempt]
         elif refusal is not None:
             refusal.heard_by.add(rank)
-            raise type(refusal.error)(str(refusal.error))  # one that is kept must not keep the calls that raised it
+            raise type(refusal.error)(
+                str(refusal.error)
+            )  # one that is kept must not keep the calls that raised it
 
     def has_opened(self, attempt: str, choice: ResumeChoice) -> bool:
         """Whether rank 0 of an attempt opened the present generation. Raises ``ServerStopping``, and what rank 0 was
@@ -121,8 +125,16 @@ class Attempts:
         """Waits, bounded, until rank 0 opened the attempt, was refused, or cannot."""
 
         def is_decided() -> bool:
-            present, is_refused = self._present, (attempt, choice) in self._refused or attempt in self._refused_ranks
-            return present.ending is not None or not self._lease.leads() or present.is_open(attempt) or is_refused
+            present, is_refused = (
+                self._present,
+                (attempt, choice) in self._refused or attempt in self._refused_ranks,
+            )
+            return (
+                present.ending is not None
+                or not self._lease.leads()
+                or present.is_open(attempt)
+                or is_refused
+            )
 
         with self._context.lock:
             self._context.wakes.changed.wait_for(is_decided, timeout_s)
@@ -141,7 +153,13 @@ class Attempts:
                 self._openings.discard(attempt)
 
     def open(
-        self, epoch: int, uid: str, opening: Opening, start: State, commit: CommittedState, timeline: Timeline
+        self,
+        epoch: int,
+        uid: str,
+        opening: Opening,
+        start: State,
+        commit: CommittedState,
+        timeline: Timeline,
     ) -> None:
         """Writes an opening, with the revision that ``timeline`` may have more, and makes its generation the present
         one. Nothing is sent meanwhile, so that nothing reaches an older one afterwards.
@@ -156,7 +174,9 @@ class Attempts:
             revision = next(iter(timeline.revisions[len(head.timeline.revisions) :]), None)
             known = head.revision_changes
             try:
-                context.ledger.execute(Open(uid, context.stream, epoch, opening, commit, revision, known_changes=known))
+                context.ledger.execute(
+                    Open(uid, context.stream, epoch, opening, commit, revision, known_changes=known)
+                )
             except LedgerUnavailable as error:
                 self._lease.await_ledger("a generation was opened", error)
                 raise
@@ -189,7 +209,9 @@ class Attempts:
     def claim_slot(self, generation: int, rank: int, nonce: str, release: str = "") -> None:
         """A rank joined: its slot is this process's. Raises ``AttemptUsed`` and the ledger's errors."""
         context, epoch = self._context, self._lease.state.epoch
-        self._claims.write(ClaimSlot(self._head.uid, context.stream, epoch, generation, rank, nonce))
+        self._claims.write(
+            ClaimSlot(self._head.uid, context.stream, epoch, generation, rank, nonce)
+        )
         with self._context.lock:
             active = self._present.active
             if active is not None and active.generation.number == generation:

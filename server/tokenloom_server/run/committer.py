@@ -12,7 +12,13 @@ from typing import NamedTuple
 from tokenloom_proto.threads import Loop
 
 from tokenloom_server.core.state import State
-from tokenloom_server.errors import LedgerError, LedgerRolledBack, LedgerUnavailable, NotLeader, TokenloomError
+from tokenloom_server.errors import (
+    LedgerError,
+    LedgerRolledBack,
+    LedgerUnavailable,
+    NotLeader,
+    TokenloomError,
+)
 from tokenloom_server.ledger.commands import Commit, ThinJournal
 from tokenloom_server.ledger.records import CommittedState
 from tokenloom_server.order.steps import StepGroup
@@ -47,9 +53,16 @@ class CommitTask(NamedTuple):
 class Committer(Loop):
     """Ends when the server stops and everything that was acknowledged is committed, or cannot be."""
 
-    def __init__(self, context: RunContext, head: Head, present: PresentGeneration, leadership: Leadership) -> None:
+    def __init__(
+        self, context: RunContext, head: Head, present: PresentGeneration, leadership: Leadership
+    ) -> None:
         super().__init__("committer", self.step, context.name)
-        self._context, self._head, self._present, self._leadership = context, head, present, leadership
+        self._context, self._head, self._present, self._leadership = (
+            context,
+            head,
+            present,
+            leadership,
+        )
         self._not_before_s = 0.0
         self._failures = 0
         # The present generation, where its newest journal entry stands, and every how many groups one is due.
@@ -92,7 +105,9 @@ class Committer(Loop):
             self._fail(task.active, error)
         except Exception as error:
             _log.exception("%s: committing failed", context.name)
-            self._fail(task.active, LedgerError(f"committing failed: {type(error).__name__}: {error}"))
+            self._fail(
+                task.active, LedgerError(f"committing failed: {type(error).__name__}: {error}")
+            )
 
     def _write(self, task: CommitTask) -> None:
         context, active, group = self._context, task.active, task.group
@@ -104,7 +119,12 @@ class Committer(Loop):
             with context.measures.commits.timing(context.clock):
                 context.ledger.execute(
                     Commit(
-                        *run, active.generation.number, commit, journal, task.known_index, known_changes=known_changes
+                        *run,
+                        active.generation.number,
+                        commit,
+                        journal,
+                        task.known_index,
+                        known_changes=known_changes,
                     )
                 )
             if journal:
@@ -121,7 +141,11 @@ class Committer(Loop):
         context = self._context
         with self._context.lock:
             if self._head.ledger_error is not None:
-                _log.info("%s: the ledger is back; committed through sample %d", context.name, commit.sample_index)
+                _log.info(
+                    "%s: the ledger is back; committed through sample %d",
+                    context.name,
+                    commit.sample_index,
+                )
             self._head.miss_ledger(None)
             if task.active is not self._present.active:
                 return
@@ -147,7 +171,10 @@ class Committer(Loop):
     def _fail(self, active: ActiveGeneration, error: TokenloomError) -> None:
         """The ledger refused a commit of a generation for good."""
         with self._context.lock:
-            is_present, is_lost = active is self._present.active, isinstance(error, NotLeader | LedgerRolledBack)
+            is_present, is_lost = (
+                active is self._present.active,
+                isinstance(error, NotLeader | LedgerRolledBack),
+            )
             if is_present and not is_lost:
                 self._present.stop(error)
         if is_present and is_lost:

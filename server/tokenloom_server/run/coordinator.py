@@ -44,9 +44,22 @@ class RunCoordinator:
 
     def __init__(self, context: RunContext, uid: str, holder: str) -> None:
         self._context = context
-        self.name, self.stream, self.order, self.ledger = context.name, context.stream, context.order, context.ledger
-        self.timeouts, self.measures, self.one_change = context.timeouts, context.measures, context.one_change
-        self.clock, self.wall_clock, self.lease_clock = context.clock, context.wall_clock, context.lease_clock
+        self.name, self.stream, self.order, self.ledger = (
+            context.name,
+            context.stream,
+            context.order,
+            context.ledger,
+        )
+        self.timeouts, self.measures, self.one_change = (
+            context.timeouts,
+            context.measures,
+            context.one_change,
+        )
+        self.clock, self.wall_clock, self.lease_clock = (
+            context.clock,
+            context.wall_clock,
+            context.lease_clock,
+        )
         self._head = head = Head(context.order, uid)
         self._present = present = PresentGeneration(context, head)
         self._lease = lease = Lease(context, present)
@@ -55,7 +68,9 @@ class RunCoordinator:
         self.pins = Pins(context, head, lease)
         self.attempts = Attempts(context, head, present, lease, claims, self.pins)
         self.takeover = Takeover(context, present)
-        self.leadership = Leadership(holder, context, head, present, lease, self.pins, silent_ranks, self.view)
+        self.leadership = Leadership(
+            holder, context, head, present, lease, self.pins, silent_ranks, self.view
+        )
         self.changes = TimelineChanges(context, head, present, lease, self._view)
         self.sessions = Sessions(context, head, present, lease, claims, silent_ranks, self._waiting)
         self.producer = Producer(context, head, present)
@@ -84,7 +99,9 @@ class RunCoordinator:
         bad = next((worker for worker in self._workers if worker.fault), None)
         if bad is None or self.stopping:
             return None
-        return TokenloomError(f"its thread {bad.name} fails, and goes on: {bad.fault}; report its log")
+        return TokenloomError(
+            f"its thread {bad.name} fails, and goes on: {bad.fault}; report its log"
+        )
 
     # --- what others see: values that never change, each replaced by another one -------------------
 
@@ -128,7 +145,11 @@ class RunCoordinator:
             return f"stands by: {self.lease.stands_by_for}"
         if (ended := self._failing_thread()) is not None:
             return str(ended)
-        return f"the ledger is away: {self._head.ledger_error}" if self._head.ledger_error is not None else None
+        return (
+            f"the ledger is away: {self._head.ledger_error}"
+            if self._head.ledger_error is not None
+            else None
+        )
 
     def view(self) -> RunView:
         """The run at this moment."""
@@ -166,7 +187,10 @@ class RunCoordinator:
         if not self._lease.leads():
             return Waiting(f"the lease: {self._lease.state.stands_by_for}", "lease")
         if active is None:
-            return Waiting("the launch that is being opened" if self.attempts.is_opening else "a trainer", "ranks")
+            return Waiting(
+                "the launch that is being opened" if self.attempts.is_opening else "a trainer",
+                "ranks",
+            )
         if self._head.ledger_error is not None:
             return Waiting(f"the ledger: {self._head.ledger_error}", "ledger")
         if ranks := active.waiting_for():
@@ -175,7 +199,9 @@ class RunCoordinator:
             return Waiting()
         if wait := io_stats.longest_wait():
             return Waiting(wait.text(), wait.reason)
-        return Waiting("samples to be read and tokenised", "rows") if active.starves() else Waiting()
+        return (
+            Waiting("samples to be read and tokenised", "rows") if active.starves() else Waiting()
+        )
 
     def point_at(self, sample_index: int) -> tuple[StepGroup, int] | None:
         """(group of the boundary before it, how many of its micro-steps lie before it) of a sample index of the present
@@ -188,7 +214,9 @@ class RunCoordinator:
         """What the ledger has of the run, now. Raises ``LedgerError`` where that is gone, and the ledger's errors."""
         stored = self.ledger.read_run(self.name, self.stream)
         if stored is None:
-            raise LedgerError(f"run {self.name!r} is gone from {self.ledger.description}; restart the server")
+            raise LedgerError(
+                f"run {self.name!r} is gone from {self.ledger.description}; restart the server"
+            )
         return stored
 
     def template(self, uid: str = "", generation: int = 0) -> dict[str, Any]:
@@ -203,4 +231,6 @@ class RunCoordinator:
         """Micro-steps between two state boundaries."""
         timeline = self.timeline
         sources = len(timeline.segments[-1].factory.record.specs)
-        return self._context.group_micro_steps(timeline.sample_bytes, world_size, batch_size, sources)
+        return self._context.group_micro_steps(
+            timeline.sample_bytes, world_size, batch_size, sources
+        )

@@ -32,7 +32,9 @@ from tokenloom_server.sources.manifest import Manifest
 class EvaluationStreams:
     """The streams of one run. Immutable."""
 
-    def __init__(self, first: PipelineFactory, config: RunConfig, manifests: Mapping[str, Manifest]) -> None:
+    def __init__(
+        self, first: PipelineFactory, config: RunConfig, manifests: Mapping[str, Manifest]
+    ) -> None:
         """``first`` is the order that the run began with, ``config`` the mixture file's; ``manifests``: the files of
         each stream that has a mixture of its own."""
         self._first = first
@@ -65,9 +67,18 @@ class EvaluationStreams:
     def checked(cls, first: PipelineFactory, config: RunConfig) -> EvaluationStreams:
         """The streams of a run that is not served: opens each that has files of its own, and makes its first sample.
         Raises what ``of`` and ``order`` do."""
-        own = {name: stream.mixture for name, stream in sorted(config.streams.items()) if stream.mixture is not None}
+        own = {
+            name: stream.mixture
+            for name, stream in sorted(config.streams.items())
+            if stream.mixture is not None
+        }
         streams = cls(
-            first, config, {name: builder.stream_files(first.resources, name, mixture) for name, mixture in own.items()}
+            first,
+            config,
+            {
+                name: builder.stream_files(first.resources, name, mixture)
+                for name, mixture in own.items()
+            },
         )
         for name in own:
             factory = streams.factory(name)
@@ -85,8 +96,12 @@ class EvaluationStreams:
         """What a stream is made of, for people."""
         manifest = self._manifests.get(name)
         if manifest is not None:
-            return ", ".join(f"{source.spec} ({len(source.shards)} files)" for source in manifest.sources)
-        held = [source for _, source in self._first.config.named_sources() if source.holdout is not None]
+            return ", ".join(
+                f"{source.spec} ({len(source.shards)} files)" for source in manifest.sources
+            )
+        held = [
+            source for _, source in self._first.config.named_sources() if source.holdout is not None
+        ]
         return ", ".join(f"{source.holdout:g} of {source.name}" for source in held)
 
     def factory(self, name: str) -> PipelineFactory:
@@ -111,7 +126,9 @@ class EvaluationStreams:
             chosen = {source.id for source in own if alias in (source.alias, source.source)}
             if not chosen:
                 names = ", ".join(repr(source.name) for source in own)
-                raise NotFound(f"stream {stream!r} of run {self._config.run!r} has no source {alias!r}; it has {names}")
+                raise NotFound(
+                    f"stream {stream!r} of run {self._config.run!r} has no source {alias!r}; it has {names}"
+                )
             sources = chosen
         root = _once(config.mixture, sources, frozen=manifest is not None)
         return builder.aside(self._first, _with_mixture(config, root), manifest, name)

@@ -58,9 +58,23 @@ class Look(NamedTuple):
     reached: Mapping[int, int]
 
     def event(
-        self, kind: EventKind, text: str, sample_index: int, generation: int, time: float, author: str = ""
+        self,
+        kind: EventKind,
+        text: str,
+        sample_index: int,
+        generation: int,
+        time: float,
+        author: str = "",
     ) -> Event:
-        return Event(kind, time, text, sample_index, self.timeline.tokens_at(sample_index), generation, author)
+        return Event(
+            kind,
+            time,
+            text,
+            sample_index,
+            self.timeline.tokens_at(sample_index),
+            generation,
+            author,
+        )
 
     def now(self, kind: EventKind, text: str) -> Event:
         return self.event(kind, text, self.stats.sample_index, self.stats.generation, self.time)
@@ -74,8 +88,14 @@ def compared(seen: Seen, look: Look) -> tuple[Seen, list[Event]]:
         baseline = [source.row_counts.bad_rows for source in start.sources]
     bad_rows = [source.bad_rows for source in stats.sources]
     # Right after a restart the counts are those of a state before.
-    bad_rows = [max(count, *baseline[source : source + 1], 0) for source, count in enumerate(bad_rows)]
-    pin = f"{stats.pin.sample_index} {stats.pin.digest} {stats.pin.skips}" if stats.pin is not None else ""
+    bad_rows = [
+        max(count, *baseline[source : source + 1], 0) for source, count in enumerate(bad_rows)
+    ]
+    pin = (
+        f"{stats.pin.sample_index} {stats.pin.digest} {stats.pin.skips}"
+        if stats.pin is not None
+        else ""
+    )
     after = Seen(
         holder=look.holder,
         epoch=stats.server_epoch,
@@ -115,17 +135,26 @@ def _launches(look: Look) -> Iterator[Event]:
 
 def _revisions(known: Sequence[float], look: Look) -> Iterator[Event]:
     revisions = look.timeline.revisions
-    same = len([*takewhile(lambda pair: pair[0] == pair[1].made_at, zip(known, revisions, strict=False))])
+    same = len(
+        [*takewhile(lambda pair: pair[0] == pair[1].made_at, zip(known, revisions, strict=False))]
+    )
     if same < len(known):
-        yield look.now("revision", f"the revisions from number {same + 1} on, up to {len(known)}, were taken back")
+        yield look.now(
+            "revision",
+            f"the revisions from number {same + 1} on, up to {len(known)}, were taken back",
+        )
     for one in revisions[same:]:
         skips = json.loads(one.content).get("skips")
         if skips is not None:
-            text = f"from sample {one.sample_index:,} on the run passes over {skips_text(dict(skips))}"
+            text = (
+                f"from sample {one.sample_index:,} on the run passes over {skips_text(dict(skips))}"
+            )
         else:
             text = f"revision {one.number} holds from sample {one.sample_index:,} on: {one.reason}"
         kind: EventKind = "revision" if skips is None else "skip"
-        yield look.event(kind, text, one.sample_index, look.stats.generation, one.made_at, one.author)
+        yield look.event(
+            kind, text, one.sample_index, look.stats.generation, one.made_at, one.author
+        )
 
 
 def _of_server(seen: Seen, after: Seen, look: Look) -> Iterator[Event]:
@@ -139,15 +168,25 @@ def _of_server(seen: Seen, after: Seen, look: Look) -> Iterator[Event]:
         passed = f", and to pass over {skips_text(pin.skips)}" if pin.skips is not None else ""
         yield look.now("pin", f"the next launch is to begin at sample {pin.sample_index:,}{passed}")
     elif pin is None and seen.pin and not look.openings:
-        yield look.now("pin", "the next launch is to begin as it asks to: what was pinned was taken back")
+        yield look.now(
+            "pin", "the next launch is to begin as it asks to: what was pinned was taken back"
+        )
     if look.stats.error is not None and seen.error != after.error:
         yield look.now("error", look.stats.error)
     if look.stats.ended is not None and seen.ended != after.ended:
-        yield look.now("end", f"the data end at sample {look.stats.produced_index:,}: {look.stats.ended}")
+        yield look.now(
+            "end", f"the data end at sample {look.stats.produced_index:,}: {look.stats.ended}"
+        )
 
 
 def _bad_rows(before: Sequence[int], now: Sequence[int], look: Look) -> Iterator[Event]:
     more = [count - sum(before[source : source + 1]) for source, count in enumerate(now)]
-    of_source = [f"{count:,} of {look.stats.sources[source].alias}" for source, count in enumerate(more) if count > 0]
+    of_source = [
+        f"{count:,} of {look.stats.sources[source].alias}"
+        for source, count in enumerate(more)
+        if count > 0
+    ]
     if of_source:
-        yield look.now("bad_rows", f"rows that did not decode were passed over: {', '.join(of_source)}")
+        yield look.now(
+            "bad_rows", f"rows that did not decode were passed over: {', '.join(of_source)}"
+        )

@@ -36,7 +36,10 @@ class ForkHandler:
     """Forks of other runs into one that has not begun. Thread-safe."""
 
     def __init__(
-        self, coordinator: RunCoordinator, points: ResumePoints, parent: Callable[[str], ResumePoints | None]
+        self,
+        coordinator: RunCoordinator,
+        points: ResumePoints,
+        parent: Callable[[str], ResumePoints | None],
     ) -> None:
         """``parent`` finds a run that this server serves, by name."""
         self._coordinator = coordinator
@@ -57,7 +60,9 @@ class ForkHandler:
         coordinator = self._coordinator
         foreign = snapshot.read_foreign(text)
         if foreign is None:
-            raise SnapshotInvalid("the state is of a run that has not begun: there is nothing to fork")
+            raise SnapshotInvalid(
+                "the state is of a run that has not begun: there is nothing to fork"
+            )
         if foreign.run == coordinator.name:
             raise SnapshotInvalid(
                 f"the state is of run {foreign.run!r} itself: load it with load_state_dict, or give the fork another "
@@ -76,7 +81,9 @@ class ForkHandler:
                     )
                 origin = self._origin(text, foreign)
                 coordinator.changes.adopt(epoch, coordinator.timeline.with_origin(origin))
-            return self._points.snapshots.seal(coordinator.timeline.decode(origin.state), 0, origin.state)
+            return self._points.snapshots.seal(
+                coordinator.timeline.decode(origin.state), 0, origin.state
+            )
 
     def _origin(self, text: str | bytes, foreign: ForeignSnapshot) -> Origin:
         """Where this run begins; its state is that of the other run's sources as far as this run has them."""
@@ -89,7 +96,9 @@ class ForkHandler:
         ours = {source.source for source in coordinator.order.config.sources}
         kept = [source for source in theirs.sources() if source.spec in ours]
         clock_offset = foreign.resume_state.clock_offset
-        skips = dict(parent.timeline.skips if parent is not None else foreign.resume_state.all_skips)
+        skips = dict(
+            parent.timeline.skips if parent is not None else foreign.resume_state.all_skips
+        )
         # The other run may have skipped at this sample since the snapshot was taken.
         skips |= {skip.sample_index: skip.samples for skip in theirs.skips}
         origin = Origin(
@@ -110,13 +119,20 @@ class ForkHandler:
             skips=sorted(skips.items()),
         )
         timeline = coordinator.timeline.with_origin(origin).with_clock(clock_offset)
-        state = same if same is not None else replace(_transplanted(timeline, origin, theirs), skips=theirs.skips)
+        state = (
+            same
+            if same is not None
+            else replace(_transplanted(timeline, origin, theirs), skips=theirs.skips)
+        )
         return replace(origin, state=timeline.encode(state))
 
     def _refuse_other_tokens(self, foreign: ForeignSnapshot) -> None:
         ours = self._coordinator.template()["tokenizer"]
         theirs = foreign.tokenizer or {}
-        if theirs.get("digest") == ours["digest"] and "none" in (theirs.get("engine"), ours["engine"]):
+        if theirs.get("digest") == ours["digest"] and "none" in (
+            theirs.get("engine"),
+            ours["engine"],
+        ):
             return  # in one of them every source holds ids, and so do those that both have
         if theirs != ours:
             raise SnapshotInvalid(
@@ -142,7 +158,9 @@ class ForkHandler:
             "its batches would be others, and a place among them another one; make them the same",
         )
 
-    def _sources(self, text: str | bytes, foreign: ForeignSnapshot) -> tuple[ForeignSnapshot, State | None]:
+    def _sources(
+        self, text: str | bytes, foreign: ForeignSnapshot
+    ) -> tuple[ForeignSnapshot, State | None]:
         """The snapshot, with where the other run's sources stand at its sample index; and its state, where this run has
         the same rules."""
         coordinator = self._coordinator
@@ -159,16 +177,26 @@ class ForkHandler:
             return foreign.at(state, theirs.record.shape), state if same else None
         if same:
             point = snapshot.parse(
-                text, {**ours, "run": foreign.run}, coordinator.timeline.shape_at, coordinator.order.config
+                text,
+                {**ours, "run": foreign.run},
+                coordinator.timeline.shape_at,
+                coordinator.order.config,
             )
-            skipping = coordinator.timeline.skipping(foreign.resume_state.all_skips, foreign.sample_index)
+            skipping = coordinator.timeline.skipping(
+                foreign.resume_state.all_skips, foreign.sample_index
+            )
             state = self._points.forward(point, timeline=skipping)
-            return foreign.at(state, coordinator.timeline.shape_at(state.sample_index, state.clock_offset)), state
+            return foreign.at(
+                state, coordinator.timeline.shape_at(state.sample_index, state.clock_offset)
+            ), state
         state_index = foreign.resume_state.sample_index
         if state_index == foreign.sample_index:
             for source in foreign.sources():
                 drawn = source.shuffle != "none" or source.lanes
-                if drawn and source.spec in coordinator.timeline.at(foreign.sample_index).record.specs:
+                if (
+                    drawn
+                    and source.spec in coordinator.timeline.at(foreign.sample_index).record.specs
+                ):
                     raise SnapshotInvalid(
                         f"source {source.spec!r} is shuffled in run {foreign.run!r}, so where it stands means "
                         "something under that run's mixture only: serve its mixture file with this server, too "
@@ -187,27 +215,39 @@ def _refuse_other_documents(theirs: PipelineFactory, ours: PipelineFactory) -> N
     for known, source in _in_both(theirs, ours):
         if not (known.in_file_order and source.in_file_order):
             says = "it is shuffled, and its rows would come in another order; make them the same"
-            _refuse_difference(theirs, ours, _of_shuffling(theirs, known, ours, source), says + _OR_BEGIN)
+            _refuse_difference(
+                theirs, ours, _of_shuffling(theirs, known, ours, source), says + _OR_BEGIN
+            )
         epochs = theirs.config.epochs[known.id], ours.config.epochs[source.id]
         if source.lanes > 1 and moves_parts(*epochs):
             says = f"its {source.lanes} lanes share the rows of an epoch, and have begun on their parts; make them the "
             compared = f"source {source.source!r}: epochs", f"{epochs[0]:.15g}", f"{epochs[1]:.15g}"
             _refuse_difference(theirs, ours, [compared], f"{says}same or both whole{_OR_BEGIN}")
         says = "places within documents would be others; make them the same"
-        _refuse_difference(theirs, ours, _of_documents(theirs, known, ours, source), says + _OR_BEGIN)
+        _refuse_difference(
+            theirs, ours, _of_documents(theirs, known, ours, source), says + _OR_BEGIN
+        )
 
 
-def _refuse_difference(theirs: PipelineFactory, ours: PipelineFactory, values: Iterable[_Compared], says: str) -> None:
+def _refuse_difference(
+    theirs: PipelineFactory, ours: PipelineFactory, values: Iterable[_Compared], says: str
+) -> None:
     """Raises ``SnapshotInvalid`` naming the first value that differs; ``says``: what that would mean, what to do."""
     for field, before, now in values:
         if before != now:
-            raise SnapshotInvalid(f"{field} is {before} in run {theirs.name!r} and {now} in {ours.name!r}: {says}")
+            raise SnapshotInvalid(
+                f"{field} is {before} in run {theirs.name!r} and {now} in {ours.name!r}: {says}"
+            )
 
 
-def _in_both(theirs: PipelineFactory, ours: PipelineFactory) -> Iterator[tuple[SourceConfig, SourceConfig]]:
+def _in_both(
+    theirs: PipelineFactory, ours: PipelineFactory
+) -> Iterator[tuple[SourceConfig, SourceConfig]]:
     """The sources that both runs have, each as the one and as the other has it."""
     known = {source.source: source for source in theirs.config.sources}
-    return ((known[source.source], source) for source in ours.config.sources if source.source in known)
+    return (
+        (known[source.source], source) for source in ours.config.sources if source.source in known
+    )
 
 
 def _of_batches(theirs: PipelineFactory, ours: PipelineFactory) -> Iterator[_Compared]:
@@ -217,7 +257,11 @@ def _of_batches(theirs: PipelineFactory, ours: PipelineFactory) -> Iterator[_Com
     for known, source in _in_both(theirs, ours):
         # The buckets of a source's batches are drawn by its number.
         yield f"{source.source!r}: place in the mixture (source id)", known.id, source.id
-        yield f"{source.source!r}: files", theirs.record.shards[known.id], ours.record.shards[source.id]
+        yield (
+            f"{source.source!r}: files",
+            theirs.record.shards[known.id],
+            ours.record.shards[source.id],
+        )
 
 
 def _of_documents(
@@ -229,7 +273,9 @@ def _of_documents(
     yield of_source + "add_eot", theirs.config.adds_eot(known), ours.config.adds_eot(source)
     for field in ("filter", "template", "chat_tools", "transform", "fim", "holdout", "seen"):
         yield of_source + field, getattr(known, field), getattr(source, field)
-    code = [factory.record.manifest.transforms.get(source.transform or "") for factory in (theirs, ours)]
+    code = [
+        factory.record.manifest.transforms.get(source.transform or "") for factory in (theirs, ours)
+    ]
     yield of_source + "code of transform", code[0], code[1]
     if source.fim is not None or source.holdout is not None:
         # What the parts of each document are is drawn by these; and by the seed which of them are held out.
@@ -252,8 +298,15 @@ def _of_shuffling(
     before_files, files = theirs.record.shards[known.id], ours.record.shards[source.id]
     if source.shuffle == "shards" and source.lanes == 1:
         files = files[: len(before_files)]  # those after them have a turn of their own
-    yield of_source + "files", [shard.path for shard in before_files[:5]], [shard.path for shard in files[:5]]
-    fingerprints = {shard.fingerprint for shard in before_files}, {shard.fingerprint for shard in files}
+    yield (
+        of_source + "files",
+        [shard.path for shard in before_files[:5]],
+        [shard.path for shard in files[:5]],
+    )
+    fingerprints = (
+        {shard.fingerprint for shard in before_files},
+        {shard.fingerprint for shard in files},
+    )
     yield of_source + "files' fingerprints", *fingerprints
 
 
@@ -268,7 +321,11 @@ def _transplanted(timeline: Timeline, origin: Origin, foreign: ForeignSnapshot) 
     factory = timeline.at(origin.sample_index)
     theirs = {source.spec: source for source in foreign.sources()}
     # Also one of which rows were read, and no sample is of this run.
-    left = [own for spec, own in theirs.items() if spec not in factory.record.specs and own.cursor is not None]
+    left = [
+        own
+        for spec, own in theirs.items()
+        if spec not in factory.record.specs and own.cursor is not None
+    ]
     entries = [{**source.model_dump(exclude_unset=True), "left_by": origin.run} for source in left]
     preserved = [*foreign.preserved, *map(canonical, entries)]
     sources: list[SourceState] = []
@@ -285,7 +342,11 @@ def _transplanted(timeline: Timeline, origin: Origin, foreign: ForeignSnapshot) 
                 "another way to begin it anew"
             )
         source = known.state
-        if known.is_packed and factory.config.packing != "best_fit" and (known.shuffle != "none" or known.lanes):
+        if (
+            known.is_packed
+            and factory.config.packing != "best_fit"
+            and (known.shuffle != "none" or known.lanes)
+        ):
             raise SnapshotInvalid(
                 f"source {spec!r} is read in a drawn order and packed by best fit, and no other packing can name "
                 "where it stands: fork with packing: best_fit, or write the spec in another way to begin it anew"
@@ -306,7 +367,9 @@ def _transplanted(timeline: Timeline, origin: Origin, foreign: ForeignSnapshot) 
         preserved.remove(one.entry)
         sources[one.source] = one.carried(SourceState())
         line = position_line(
-            factory.record.specs[one.source], sources[one.source], factory.record.shard_paths[one.source]
+            factory.record.specs[one.source],
+            sources[one.source],
+            factory.record.shard_paths[one.source],
         )
         _log.info("resume: %s (preserved by run %r)", line, origin.run)
     return State(

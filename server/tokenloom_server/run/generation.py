@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.errors import AttemptUsed, BeyondHorizon, Fenced, JoinRefused, LedgerRolledBack, OrderMismatch
+from tokenloom_server.errors import (
+    AttemptUsed,
+    BeyondHorizon,
+    Fenced,
+    JoinRefused,
+    LedgerRolledBack,
+    OrderMismatch,
+)
 from tokenloom_server.order.batch_plans import BatchPlans
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.run.delivery import Delivery, EndOfData
@@ -158,7 +165,13 @@ class Generation:
     # --- slots -------------------------------------------------------------------------------------
 
     def attach(
-        self, rank: int, nonce: str, received_through: int, committed_through: int, now: float, digest: str = ""
+        self,
+        rank: int,
+        nonce: str,
+        received_through: int,
+        committed_through: int,
+        now: float,
+        digest: str = "",
     ) -> int:
         """A stream of a slot begins after ``received_through``, where the client has the rolling digest ``digest``
         (empty: it does not say); returns its session number.
@@ -215,7 +228,13 @@ class Generation:
             self.slots.detach(slot)
 
     def progress(
-        self, rank: int, session: int, consumed_through: int, credit_micro_steps: int, now: float, digest: str = ""
+        self,
+        rank: int,
+        session: int,
+        consumed_through: int,
+        credit_micro_steps: int,
+        now: float,
+        digest: str = "",
     ) -> None:
         """A rank consumed up to a sample index, where it has the rolling digest ``digest`` (empty: it does not say).
         An older report changes nothing. Raises ``OrderMismatch`` for another digest than was produced."""
@@ -331,7 +350,11 @@ class Generation:
         ahead = max(slot.consumed for slot in self.slots)
         named = []
         for slot in islice(self.slots.laggards(), _NAMED):
-            heard = "never heard" if slot.last_heard is None else f"last heard {now - slot.last_heard:.0f} s ago"
+            heard = (
+                "never heard"
+                if slot.last_heard is None
+                else f"last heard {now - slot.last_heard:.0f} s ago"
+            )
             lag = self.index_of(ahead) - self.index_of(slot.consumed)
             named.append(
                 f"rank {slot.rank} ({slot.state}, {heard}, at sample {self.index_of(slot.consumed)}, "
@@ -368,7 +391,9 @@ class Generation:
         plan, message_steps = self.batch_plans.plans[number], self.message_steps[number]
         begin = plan.group_begin(slot.sent)
         in_message = (slot.sent - begin) % message_steps
-        message_end = min(slot.sent + message_steps - in_message, begin + plan.group_micro_steps, plan.end_step)
+        message_end = min(
+            slot.sent + message_steps - in_message, begin + plan.group_micro_steps, plan.end_step
+        )
         credit_end = slot.consumed + slot.credit_micro_steps
         last = min(self.produced, message_end, credit_end)
         ready = last - slot.sent
@@ -377,17 +402,24 @@ class Generation:
         draining = 4 * (slot.sent - slot.consumed) <= message_steps
         if not draining and self.batch_plans.accumulate > 1:
             # A client may wait for all micro-steps of an optimiser step before it hands out the first.
-            draining = slot.sent < (slot.consumed // self.batch_plans.accumulate + 1) * self.batch_plans.accumulate
+            draining = (
+                slot.sent
+                < (slot.consumed // self.batch_plans.accumulate + 1) * self.batch_plans.accumulate
+            )
         return last if ready > 0 and (whole or halfway or draining or flush) else slot.sent
 
     def require_own_slot(self, rank: int, nonce: str) -> None:
         """Raises ``AttemptUsed`` where a rank's slot is known to be another process's."""
         if rank < len(self.slots) and self.slots[rank].nonce not in (None, nonce):
-            raise AttemptUsed(f"rank {rank} of attempt {self.attempt!r} is another process's. {AttemptUsed.remedy}")
+            raise AttemptUsed(
+                f"rank {rank} of attempt {self.attempt!r} is another process's. {AttemptUsed.remedy}"
+            )
 
     def _slot(self, rank: int, nonce: str) -> Slot:
         if rank >= self.batch_plans.world_size:
-            raise JoinRefused(f"rank {rank} is not below the world size {self.batch_plans.world_size}")
+            raise JoinRefused(
+                f"rank {rank} is not below the world size {self.batch_plans.world_size}"
+            )
         self.require_own_slot(rank, nonce)
         slot = self.slots[rank]
         slot.nonce = nonce

@@ -67,13 +67,20 @@ class Head:
         """Commits wait for the ledger, which says so; None: it is back."""
         self.ledger_error = error
 
-    def begin(self, commit: CommittedState, state: State, committed_at: float | None, now: float) -> None:
+    def begin(
+        self, commit: CommittedState, state: State, committed_at: float | None, now: float
+    ) -> None:
         """A generation begins at a commit, or goes on from it."""
         self.recent.clear()
         self.advance(self.timeline, commit, state, committed_at, now)
 
     def advance(
-        self, timeline: Timeline, commit: CommittedState, state: State, committed_at: float | None, now: float
+        self,
+        timeline: Timeline,
+        commit: CommittedState,
+        state: State,
+        committed_at: float | None,
+        now: float,
     ) -> None:
         """The ledger has a commit; ``now`` is by the run's own clock."""
         self.commit, self.state, self.committed_at = commit, state, committed_at
@@ -97,6 +104,8 @@ def commit_of(timeline: Timeline, state: State, resume_state: str) -> CommittedS
                 rows=source.rows - source.skipped_rows,
                 tokens=source.tokens - source.skipped_tokens,
             )
-            for spec, source in zip(timeline.at(state.sample_index).record.specs, state.sources, strict=True)
+            for spec, source in zip(
+                timeline.at(state.sample_index).record.specs, state.sources, strict=True
+            )
         },
     )

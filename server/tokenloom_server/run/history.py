@@ -15,7 +15,15 @@ EVEN_POINTS, NEW_POINTS = 1200, 64
 #: With more sources than these, fewer points are kept, so that all take the same room.
 FULL_SOURCES = 64
 #: Fields of a point that are the run's, those of what its trainer reported last, and those of each source: lists by id.
-OF_RUN = ("generation", "sample_index", "total_tokens", "world_size", "tokens_per_s", "data_wait_share", "window_fill")
+OF_RUN = (
+    "generation",
+    "sample_index",
+    "total_tokens",
+    "world_size",
+    "tokens_per_s",
+    "data_wait_share",
+    "window_fill",
+)
 OF_REPORT = ("loss", "learning_rate", "step")
 OF_SOURCE = ("tokens", "target_share", "expected_share", "loss", "epoch")
 
@@ -24,7 +32,9 @@ def point_text(stats: RunStats) -> str:
     """A run at one moment, as JSON."""
     point = {name: _rounded(getattr(stats, name)) for name in OF_RUN}
     point |= {name: _rounded(getattr(stats.reported, name, None)) for name in OF_REPORT}
-    point["sources"] = {name: [_rounded(getattr(one, name)) for one in stats.sources] for name in OF_SOURCE}
+    point["sources"] = {
+        name: [_rounded(getattr(one, name)) for one in stats.sources] for name in OF_SOURCE
+    }
     if stats.count == "real":
         # What shares are of.
         point["real_tokens"] = [one.tokens - one.padding_tokens for one in stats.sources]
@@ -55,7 +65,9 @@ def is_kept(number: int, newest: int, sources: int) -> bool:
     """
     part = max(1, sources / FULL_SOURCES)
     stride = 1
-    while newest >= stride * EVEN_POINTS / part and newest - number >= 2 * stride * NEW_POINTS / part:
+    while (
+        newest >= stride * EVEN_POINTS / part and newest - number >= 2 * stride * NEW_POINTS / part
+    ):
         stride *= 2
     return number % stride == 0
 

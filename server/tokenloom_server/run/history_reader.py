@@ -60,7 +60,11 @@ class HistoryReader:
 
     def _read(self, entries: Sequence[HistoryEntry]) -> list[HistoryEntry]:
         run = self._coordinator
-        return self._store.read(run.uid, run.stream, entries) if self._store is not None and entries else []
+        return (
+            self._store.read(run.uid, run.stream, entries)
+            if self._store is not None and entries
+            else []
+        )
 
     def _rewound(self) -> Callable[[dict[str, Any]], bool]:
         """Whether a later generation began before a point or event."""
@@ -71,16 +75,24 @@ class HistoryReader:
         return lambda point: began.get(point["generation"], least) < point["sample_index"]
 
     def _sources(self, points: Sequence[dict[str, Any]]) -> list[SourceHistory]:
-        rows: dict[str, list[Any]] = {name: [point["sources"][name] for point in points] for name in OF_SOURCE}
+        rows: dict[str, list[Any]] = {
+            name: [point["sources"][name] for point in points] for name in OF_SOURCE
+        }
         consumed = [point.get("real_tokens") or point["sources"]["tokens"] for point in points]
         rows["actual_share"] = [_shares(counts, []) for counts in consumed]
-        rows["window_share"] = [[], *(_shares(after, before) for before, after in pairwise(consumed))][: len(points)]
+        rows["window_share"] = [
+            [],
+            *(_shares(after, before) for before, after in pairwise(consumed)),
+        ][: len(points)]
         return [
             SourceHistory(
                 id=source.id,
                 spec=source.source,
                 alias=source.name,
-                **{name: [row[i] if i < len(row) else None for row in of] for name, of in rows.items()},
+                **{
+                    name: [row[i] if i < len(row) else None for row in of]
+                    for name, of in rows.items()
+                },
             )
             for i, source in enumerate(self._coordinator.timeline.segments[-1].config.sources)
         ]
@@ -88,6 +100,8 @@ class HistoryReader:
 
 def _shares(now: Sequence[int], before: Sequence[int]) -> list[float]:
     """Each source's share of the tokens between two points; empty where there are none, or a launch went back."""
-    tokens = [count - (before[source] if source < len(before) else 0) for source, count in enumerate(now)]
+    tokens = [
+        count - (before[source] if source < len(before) else 0) for source, count in enumerate(now)
+    ]
     total = sum(tokens)
     return [count / total for count in tokens] if total > 0 and min(tokens) >= 0 else []

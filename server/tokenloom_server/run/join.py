@@ -35,7 +35,11 @@ class JoinHandler:
     """Answers the Joins of one run. Thread-safe."""
 
     def __init__(
-        self, coordinator: RunCoordinator, points: ResumePoints, revisions: RevisionHandler, forks: ForkHandler
+        self,
+        coordinator: RunCoordinator,
+        points: ResumePoints,
+        revisions: RevisionHandler,
+        forks: ForkHandler,
     ) -> None:
         self._coordinator = coordinator
         self._points = points
@@ -66,7 +70,9 @@ class JoinHandler:
             call = self._as_own(call)
             opening = self._open(call) if call.rank == 0 else self._opened_by_rank_0(call)
             if opening is not None:
-                coordinator.attempts.claim_slot(opening.generation, call.rank, call.nonce, call.release)
+                coordinator.attempts.claim_slot(
+                    opening.generation, call.rank, call.nonce, call.release
+                )
                 start = coordinator.timeline.decode(opening.start_state)
                 return Joined(uid=coordinator.uid, opening=opening, start=start)
             left_s = deadline - coordinator.clock()
@@ -91,7 +97,10 @@ class JoinHandler:
         """Rank 0's part."""
         try:
             coordinator = self._coordinator
-            with coordinator.attempts.opening(call.attempt), coordinator.measures.openings.timing(coordinator.clock):
+            with (
+                coordinator.attempts.opening(call.attempt),
+                coordinator.measures.openings.timing(coordinator.clock),
+            ):
                 return self._opener.open(call)
         except (errors.LedgerUnavailable, errors.NotLeader, errors.ServerStopping):
             # Rank 0 tries again, perhaps because its call broke off, so the others go on waiting for it.
@@ -117,7 +126,9 @@ class JoinHandler:
             # Rank 0 asks again, and may take longer than this one to be heard.
             raise errors.RunBusy(str(error), (error.retry_for_s or 0.0) + RANK_0_MARGIN_S) from None
         if not has_opened:
-            if any(opening.attempt == call.attempt for opening in self._points.past.openings()[:-1]):
+            if any(
+                opening.attempt == call.attempt for opening in self._points.past.openings()[:-1]
+            ):
                 raise errors.AttemptUsed(
                     f"attempt {call.attempt!r} opened an earlier generation of run {coordinator.name!r}. "
                     f"{errors.AttemptUsed.remedy}"

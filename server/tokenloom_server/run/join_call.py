@@ -117,7 +117,9 @@ def check(call: JoinCall, sample_bytes: int, window_micro_steps: int | None = No
     if call.rank >= call.world_size:
         raise JoinRefused(f"rank {call.rank} is not below the world size {call.world_size}")
     if call.batch_sizes and call.batch_size:
-        raise JoinRefused(f"batch size is {call.batch_size} and also a schedule, {call.schedule}: give one of them")
+        raise JoinRefused(
+            f"batch size is {call.batch_size} and also a schedule, {call.schedule}: give one of them"
+        )
     if not (call.batch_size or call.batch_sizes):
         raise JoinRefused(
             "batch_size is missing: give the samples of a rank and micro-step, as in RemoteDataset(url, batch_size=8); "
@@ -141,7 +143,11 @@ def check(call: JoinCall, sample_bytes: int, window_micro_steps: int | None = No
             f"{schedule.accumulate * step_bytes}; expected at most {MAX_ACCUMULATED_BYTES}, since the server holds two "
             "optimiser steps: accumulate fewer micro-steps"
         )
-    if schedule.accumulate > 1 and window_micro_steps is not None and window_micro_steps < 2 * schedule.accumulate:
+    if (
+        schedule.accumulate > 1
+        and window_micro_steps is not None
+        and window_micro_steps < 2 * schedule.accumulate
+    ):
         raise JoinRefused(
             f"accumulate is {schedule.accumulate}, but window_micro_steps in the mixture file is {window_micro_steps}; "
             f"expected at least {2 * schedule.accumulate}, since a rank waits for all micro-steps of an optimiser "

@@ -14,7 +14,13 @@ from collections.abc import Callable
 
 from tokenloom_proto.threads import Loop
 
-from tokenloom_server.errors import LeaseHeld, LedgerRolledBack, LedgerUnavailable, NotLeader, TokenloomError
+from tokenloom_server.errors import (
+    LeaseHeld,
+    LedgerRolledBack,
+    LedgerUnavailable,
+    NotLeader,
+    TokenloomError,
+)
 from tokenloom_server.ledger import refusals
 from tokenloom_server.ledger.commands import Acquire, Release, Renew
 from tokenloom_server.ledger.records import StoredRun
@@ -76,7 +82,12 @@ class Leadership(Loop):
                 if time.monotonic() >= deadline:
                     raise
                 if not is_logged:
-                    _log.info("%s: waiting up to %.0f s for the lease to lapse: %s", context.name, self._lease_s, error)
+                    _log.info(
+                        "%s: waiting up to %.0f s for the lease to lapse: %s",
+                        context.name,
+                        self._lease_s,
+                        error,
+                    )
                 is_logged = True
                 self._stand_by(str(error))
             time.sleep(min(0.25, self._lease_s / _ASK_PART))
@@ -107,7 +118,9 @@ class Leadership(Loop):
             return self._renew() if self._lease.state.held else self._ask()
         except TokenloomError as error:
             if self.ending.is_set():
-                self._away_since = self._context.clock()  # nobody would hear that the lease is let go
+                self._away_since = (
+                    self._context.clock()
+                )  # nobody would hear that the lease is let go
                 return 0.0
             return self._note_failure(error)
 
@@ -140,11 +153,15 @@ class Leadership(Loop):
         if stored is None:
             # A ledger that came back empty: the run is new to it, and takes its uid from the trainer's state.
             stored = ledger.create_run(name, stream, self._head.uid, context.order.record.to_json())
-        epoch = ledger.execute(Acquire(stored.uid, stream, self._holder, self._lease_s, self._lease.state.epoch))
+        epoch = ledger.execute(
+            Acquire(stored.uid, stream, self._holder, self._lease_s, self._lease.state.epoch)
+        )
         # Read after the acquisition: nobody else can write any more.
         stored = ledger.read_run(name, stream)
         if stored is None:
-            raise LedgerRolledBack(f"run {name!r} is gone from {ledger.description}, right after its lease was taken")
+            raise LedgerRolledBack(
+                f"run {name!r} is gone from {ledger.description}, right after its lease was taken"
+            )
         openings = ledger.openings(stored.uid, stream)
         timeline = self._head.timeline
         if openings:
@@ -179,12 +196,22 @@ class Leadership(Loop):
             heard_at = 0.0  # a server that takes over could not tell that from silence
         elif heard_at is not None:
             heard_at = context.lease_clock() - (view.now - heard_at)
-        run, lease = (self._head.uid, context.stream, self._lease.state.epoch), (self._holder, self._lease_s)
+        run, lease = (
+            (self._head.uid, context.stream, self._lease.state.epoch),
+            (self._holder, self._lease_s),
+        )
         try:
             if not self._lease.has_store():
                 raise refusals.replaced(context.ledger.description)
             context.ledger.execute(
-                Renew(*run, *lease, heard_at, generation.number, known_index, known_changes=known_changes)
+                Renew(
+                    *run,
+                    *lease,
+                    heard_at,
+                    generation.number,
+                    known_index,
+                    known_changes=known_changes,
+                )
             )
         except (NotLeader, LedgerRolledBack) as error:
             self.lose(error)
@@ -192,7 +219,11 @@ class Leadership(Loop):
         with context.lock:
             self._lease.renew(began + self._lease_s)
         if self._away_since is not None:
-            _log.info("%s: the lease is renewed after %.1f s", context.name, context.clock() - self._away_since)
+            _log.info(
+                "%s: the lease is renewed after %.1f s",
+                context.name,
+                context.clock() - self._away_since,
+            )
             self._away_since = None
         return self._lease_s / RENEWALS
 
@@ -229,7 +260,13 @@ class Leadership(Loop):
     # --- short, under the lock ---------------------------------------------------------------------
 
     def lead(
-        self, epoch: int, stored: StoredRun, timeline: Timeline, since: float, until: float, store: object = None
+        self,
+        epoch: int,
+        stored: StoredRun,
+        timeline: Timeline,
+        since: float,
+        until: float,
+        store: object = None,
     ) -> None:
         """This server leads from now on, at a new epoch, by a lease in ``store``; takes up what the ledger has,
         revisions included."""

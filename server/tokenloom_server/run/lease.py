@@ -65,7 +65,9 @@ class Lease:
 
     def take(self, epoch: int, until: float, store: object) -> None:
         """The ledger gave this server the lease, at a new epoch."""
-        self.state = replace(self.state, epoch=epoch, held=True, until=until, store=store, awaits_ledger=False)
+        self.state = replace(
+            self.state, epoch=epoch, held=True, until=until, store=store, awaits_ledger=False
+        )
 
     def renew(self, until: float) -> None:
         """The ledger extended it."""
@@ -94,6 +96,11 @@ class Lease:
     def await_ledger(self, possibly: str, error: TokenloomError) -> None:
         """Nobody knows whether an opening or a revision was written, or will be yet. Nothing is sent until the lease is
         taken anew: that shuts out a write that is still on its way, and shows one that was done."""
-        _log.warning("%s: nothing is sent until the ledger tells whether %s: %s", self._context.name, possibly, error)
+        _log.warning(
+            "%s: nothing is sent until the ledger tells whether %s: %s",
+            self._context.name,
+            possibly,
+            error,
+        )
         self._context.wakes.lease.notify_all()
         self.give_up(f"the ledger did not say whether {possibly}: {error}", awaits_ledger=True)

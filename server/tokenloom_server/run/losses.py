@@ -84,17 +84,27 @@ class Losses:
                 self._curve.rewind(report.sample_index)
                 self._newest.clear()
             self._curve.add(report)
-            self._last, self._generation, self._reported_at = report, generation, self._coordinator.clock()
+            self._last, self._generation, self._reported_at = (
+                report,
+                generation,
+                self._coordinator.clock(),
+            )
             for source, (loss, tokens) in report.sources.items():
                 _, total, weight = self._newest.get(source, (0.0, 0.0, 0.0))
-                self._newest[source] = (loss, SMOOTHING * total + loss * tokens, SMOOTHING * weight + tokens)
+                self._newest[source] = (
+                    loss,
+                    SMOOTHING * total + loss * tokens,
+                    SMOOTHING * weight + tokens,
+                )
 
     def newest(self) -> tuple[ReportStats | None, dict[int, tuple[float, float]]]:
         """The last report, and by source id the smoothed loss and the last one."""
         with self._lock:
             last, newest = self._last, dict(self._newest)
             age_s = self._coordinator.clock() - self._reported_at
-        by_source = {source: (total / weight, loss) for source, (loss, total, weight) in newest.items()}
+        by_source = {
+            source: (total / weight, loss) for source, (loss, total, weight) in newest.items()
+        }
         if last is None:
             return None, by_source
         same = {name: getattr(last, name) for name in ReportStats.model_fields if name != "age_s"}
@@ -112,7 +122,9 @@ class Losses:
             since=self._since,
             **curve,
             sources=[
-                SourceLosses(id=source.id, spec=source.source, alias=source.name, losses=loss, tokens=count)
+                SourceLosses(
+                    id=source.id, spec=source.source, alias=source.name, losses=loss, tokens=count
+                )
                 for source, loss, count in zip(config.sources, losses, tokens, strict=True)
                 if any(count)
             ],
@@ -157,7 +169,9 @@ class Curve:
         if report.loss is not None:
             weight = sums[1:, 1].sum() or 1
             sums[0] = report.loss * weight, weight
-        point = _Point(report.sample_index, report.total_tokens, report.step, sums, report.learning_rate)
+        point = _Point(
+            report.sample_index, report.total_tokens, report.step, sums, report.learning_rate
+        )
         if self._points and self._filled < self._stride:
             self._points[-1] = self._points[-1].joined(point)
         else:
@@ -206,7 +220,9 @@ class Curve:
     def _halve(self) -> None:
         """Joins every two points; a last one without another stays as it is."""
         before, after = self._points[::2], self._points[1::2]
-        self._points = [one.joined(other) for one, other in zip(before, after, strict=False)] + before[len(after) :]
+        self._points = [
+            one.joined(other) for one, other in zip(before, after, strict=False)
+        ] + before[len(after) :]
         self._filled += self._stride * (len(before) == len(after))
         self._stride *= 2
 

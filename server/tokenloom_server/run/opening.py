@@ -28,7 +28,9 @@ _log = logging.getLogger(__name__)
 class GenerationOpener:
     """Opens the generations of one run, for rank 0 of each attempt. Thread-safe."""
 
-    def __init__(self, coordinator: RunCoordinator, points: ResumePoints, revisions: RevisionHandler) -> None:
+    def __init__(
+        self, coordinator: RunCoordinator, points: ResumePoints, revisions: RevisionHandler
+    ) -> None:
         self._coordinator = coordinator
         self._points = points
         self._revisions = revisions
@@ -87,7 +89,13 @@ class GenerationOpener:
         return opening
 
     def _lay(
-        self, call: JoinCall, stored: StoredRun, point: ResumePoint, timeline: Timeline, start: State, opened_at: float
+        self,
+        call: JoinCall,
+        stored: StoredRun,
+        point: ResumePoint,
+        timeline: Timeline,
+        start: State,
+        opened_at: float,
     ) -> Opening:
         """What is to be written."""
         coordinator = self._coordinator
@@ -98,7 +106,9 @@ class GenerationOpener:
             # A phase of another length ends the generation.
             sample_tokens=timeline.at(start.sample_index).config.sequence_length,
             world_size=call.world_size,
-            group_micro_steps=lambda batch_size: coordinator.group_micro_steps(call.world_size, batch_size),
+            group_micro_steps=lambda batch_size: coordinator.group_micro_steps(
+                call.world_size, batch_size
+            ),
         )
         origin = timeline.origin if stored.opening is None else None
         present = stored.opening.generation if stored.opening else 0
@@ -146,13 +156,17 @@ class GenerationOpener:
         # Opened before a restart of the server: what rank 0 asked for is forgotten, where it led is not.
         start = self._coordinator.timeline.decode(opening.start_state)
         is_known = self._points.parse(call.state).digest is not None
-        return ResumeChoice.of_state(start.sample_index, digest_hex(start.digest) if is_known else None)
+        return ResumeChoice.of_state(
+            start.sample_index, digest_hex(start.digest) if is_known else None
+        )
 
     def _resolve(self, call: JoinCall, stored: StoredRun, pin: PinnedPoint | None) -> ResumePoint:
         """Where the generation starts."""
         points = self._points
         if call.state and call.resume:
-            raise JoinRefused(f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them")
+            raise JoinRefused(
+                f"rank {call.rank} brings a loaded state and resume={call.resume!r}: give one of them"
+            )
         wanted = points.asked_for(stored, call.state, call.resume)
         if pin is not None:
             pinned = points.parse(pin.snapshot)
@@ -183,10 +197,16 @@ class GenerationOpener:
             return stored.uid
         coordinator = self._coordinator
         coordinator.ledger.execute(Adopt(stored.uid, coordinator.stream, epoch, point.run_uid))
-        _log.info("%s: an empty ledger goes on with the trainer's run_uid %s", coordinator.name, point.run_uid)
+        _log.info(
+            "%s: an empty ledger goes on with the trainer's run_uid %s",
+            coordinator.name,
+            point.run_uid,
+        )
         return point.run_uid
 
-    def _log_opening(self, call: JoinCall, opening: Opening, start: State, notes: Sequence[str]) -> None:
+    def _log_opening(
+        self, call: JoinCall, opening: Opening, start: State, notes: Sequence[str]
+    ) -> None:
         coordinator = self._coordinator
         _log.info(
             "%s: generation %d (attempt %s, client %s): %d ranks × %d samples from sample %d, digest %s",
@@ -194,7 +214,12 @@ class GenerationOpener:
             opening.world_size, opening.batch_size, start.sample_index, digest_hex(start.digest),
         )  # fmt: skip
         for plan in batch_plans_of(opening).plans[1:]:
-            _log.info("%s: %d samples per rank from sample %d on", coordinator.name, plan.batch_size, plan.start_index)
+            _log.info(
+                "%s: %d samples per rank from sample %d on",
+                coordinator.name,
+                plan.batch_size,
+                plan.start_index,
+            )
         for line in coordinator.timeline.skips_from(start):
             _log.info("%s: %s", coordinator.name, line)
         for revision in coordinator.timeline.revisions:
@@ -213,4 +238,6 @@ class GenerationOpener:
 
 def _same_place(a: ResumePoint, b: ResumePoint) -> bool:
     """An older payload may know no digest; then its sample index is all that it says."""
-    return a.sample_index == b.sample_index and (None in (a.digest, b.digest) or a.digest == b.digest)
+    return a.sample_index == b.sample_index and (
+        None in (a.digest, b.digest) or a.digest == b.digest
+    )

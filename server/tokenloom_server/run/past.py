@@ -60,7 +60,11 @@ def lineage(openings: Sequence[Opening], generation: int | None = None) -> Itera
     for a generation that the ledger does not have."""
     by_number = {opening.generation: opening for opening in openings}
     if generation is not None and generation not in by_number:
-        known = f"{min(by_number)} to {max(by_number)}" if by_number else "none: no trainer has joined yet"
+        known = (
+            f"{min(by_number)} to {max(by_number)}"
+            if by_number
+            else "none: no trainer has joined yet"
+        )
         raise NotFound(f"there is no generation {generation}; the ledger has {known}")
     if generation is None and openings:
         generation = openings[-1].generation
@@ -70,11 +74,15 @@ def lineage(openings: Sequence[Opening], generation: int | None = None) -> Itera
         opening = by_number.get(opening.parent)
 
 
-def covering(openings: Sequence[Opening], index: int, generation: int | None = None) -> Opening | None:
+def covering(
+    openings: Sequence[Opening], index: int, generation: int | None = None
+) -> Opening | None:
     """The generation in whose part of the run's lineage a sample index lies: the present one (or the one given) from
     its start on, before that its parent, and so on. Raises ``NotFound`` for a generation that the ledger does not have.
     """
-    return next((opening for opening in lineage(openings, generation) if index >= opening.start_index), None)
+    return next(
+        (opening for opening in lineage(openings, generation) if index >= opening.start_index), None
+    )
 
 
 def with_samples(openings: Sequence[Opening]) -> list[Opening]:
@@ -137,7 +145,9 @@ class Past:
             return NearestState(timeline.initial(), 0, 0, timeline)
         state = self.journalled(opening, index, timeline)
         if generation is not None and generation != openings[-1].generation:
-            return NearestState(state, opening.generation, self._farthest(generation, timeline), timeline)
+            return NearestState(
+                state, opening.generation, self._farthest(generation, timeline), timeline
+            )
         commit = coordinator.view().commit
         if opening is openings[-1] and state.sample_index < commit.sample_index <= index:
             # After the newest journal entry there may be a good deal more, and its boundary is at hand.
@@ -152,7 +162,11 @@ class Past:
         nearest = self.in_ledger(index, generation)
         state, line = nearest.state, nearest.generation
         with self._lock:
-            between = [known for of, known in self._known if of == line and state.sample_index < known <= index]
+            between = [
+                known
+                for of, known in self._known
+                if of == line and state.sample_index < known <= index
+            ]
             if nearest.timeline is self._in_force() and between:
                 state = self._known[line, max(between)]
         if index > nearest.reach and index - state.sample_index > AHEAD_SAMPLES:
@@ -165,15 +179,25 @@ class Past:
 
     def foreign_start(self, openings: Sequence[Opening]) -> Imported | None:
         """Where the present line began, if from an older data loader's checkpoint."""
-        return self.coordinator.timeline.decode(openings[-1].start_state).imported if openings else None
+        return (
+            self.coordinator.timeline.decode(openings[-1].start_state).imported
+            if openings
+            else None
+        )
 
     def timeline_of(self, openings: Sequence[Opening], generation: int | None) -> Timeline:
         """The timeline that a generation had when it ended; that of the run for the present one, or None."""
         timeline = self.coordinator.timeline
-        later = [opening for opening in openings if generation is not None and opening.generation > generation]
+        later = [
+            opening
+            for opening in openings
+            if generation is not None and opening.generation > generation
+        ]
         if not later:
             return timeline
-        timeline = timeline.with_revisions([r for r in timeline.revisions if r.made_at < later[0].opened_at])
+        timeline = timeline.with_revisions(
+            [r for r in timeline.revisions if r.made_at < later[0].opened_at]
+        )
         return timeline.of_state(openings[-len(later) - 1].start_state)
 
     def _farthest(self, generation: int, timeline: Timeline) -> int:
@@ -191,7 +215,10 @@ class Past:
 
     def journalled(self, opening: Opening, index: int, timeline: Timeline) -> State:
         """The newest state at or before a sample index that the ledger's journal has of a generation."""
-        start, entry = timeline.decode(opening.start_state), self._journal(opening.generation, index)
+        start, entry = (
+            timeline.decode(opening.start_state),
+            self._journal(opening.generation, index),
+        )
         if entry is None:
             return start
         journalled = timeline.decode(entry.state)
@@ -263,7 +290,10 @@ class Past:
         the caller has gone, or it is ``out_of_time``: who asks again, or near by, goes on from there.
         """
         if replay.is_before(index):
-            with self._at_once if at_once else nullcontext(), self._reported(replay, index) as report:
+            with (
+                self._at_once if at_once else nullcontext(),
+                self._reported(replay, index) as report,
+            ):
                 while replay.is_before(index) and not (caller.has_gone() or out_of_time()):
                     report()
                     turn = partial(replay.turn, index)
@@ -284,7 +314,9 @@ class Past:
         self.coordinator.require_lead()
         with self.admitted():
             nearest = self.nearest(index)
-            state = self.forward(Replay(nearest.timeline, nearest.state), index, generation=nearest.generation)
+            state = self.forward(
+                Replay(nearest.timeline, nearest.state), index, generation=nearest.generation
+            )
             if state.sample_index < index:
                 raise beyond_the_end(index, state.sample_index)
             return nearest.generation, state
@@ -304,7 +336,11 @@ class Past:
                 return
             report_at = now + REPORT_EVERY_S
             left_s = (index - start - made) * (now - began) / made if made else 0.0
-            pace = f", {made / (now - began):.0f} samples/s, {timedelta(seconds=round(left_s))} to go" if made else ""
+            pace = (
+                f", {made / (now - began):.0f} samples/s, {timedelta(seconds=round(left_s))} to go"
+                if made
+                else ""
+            )
             self.way_forward = f"from sample {start} to {index}: at sample {start + made}{pace}"
             _log.info("%s: going forward %s", self.coordinator.name, self.way_forward)
 

@@ -63,7 +63,11 @@ class Pins:
         with context.one_change:
             if timeline is not None and timeline is not head.timeline:
                 return False
-            text, epoch, known = pin.text if pin is not None else None, self._lease.state.epoch, head.revision_changes
+            text, epoch, known = (
+                pin.text if pin is not None else None,
+                self._lease.state.epoch,
+                head.revision_changes,
+            )
             context.ledger.execute(Pin(head.uid, context.stream, epoch, text, known_changes=known))
             self.pin = pin
             return True

@@ -36,7 +36,10 @@ class LedgerLoss(NamedTuple):
         """Whether the ledger has it again, or a generation that was opened since."""
         if stored.opening is None or stored.committed is None:
             return False
-        back = (stored.opening.generation, stored.committed.sample_index) >= (self.generation, self.sample_index)
+        back = (stored.opening.generation, stored.committed.sample_index) >= (
+            self.generation,
+            self.sample_index,
+        )
         back = back and stored.revision_changes >= self.revision_changes
         return back or stored.opening.opened_at > self.noticed_at
 
@@ -79,7 +82,11 @@ class PresentGeneration:
         """An opening's is the present one from now on. ``resumed``: after a restart of the server, where production has
         to meet the committed digest again."""
         context, timeline, now = self._context, self._head.timeline, self._context.clock()
-        batch_plans, config, size = sizing.batch_plans_of(opening), context.order.config, timeline.sample_bytes
+        batch_plans, config, size = (
+            sizing.batch_plans_of(opening),
+            context.order.config,
+            timeline.sample_bytes,
+        )
         window, accumulate = config.window_micro_steps, batch_plans.accumulate
         steps, rest = batch_plans.steps_until(commit.sample_index)
         generation = Generation(
@@ -87,13 +94,21 @@ class PresentGeneration:
             opening.attempt,
             batch_plans,
             # A client may hold all micro-steps of an optimiser step, and has more to go on with.
-            [max(window or sizing.window_micro_steps(size, plan), 2 * accumulate) for plan in batch_plans.plans],
-            [min(context.message_steps(size, plan.batch_size), plan.group_micro_steps) for plan in batch_plans.plans],
+            [
+                max(window or sizing.window_micro_steps(size, plan), 2 * accumulate)
+                for plan in batch_plans.plans
+            ],
+            [
+                min(context.message_steps(size, plan.batch_size), plan.group_micro_steps)
+                for plan in batch_plans.plans
+            ],
             pads_last_micro_step=config.last_micro_step == "pad",
             committed=steps + bool(rest),
         )
         digest = commit.digest if resumed else None
-        active = ActiveGeneration(generation, base, digest, epoch, opening.opened_at, opening.process, now, resumed)
+        active = ActiveGeneration(
+            generation, base, digest, epoch, opening.opened_at, opening.process, now, resumed
+        )
         self._context.wakes.everyone()
         self.active = active
         self._context.wakes.set_ranks(len(generation.slots))
@@ -107,7 +122,9 @@ class PresentGeneration:
         if stored.opening is None or stored.committed is None:
             return
         context, base = self._context, self._head.timeline.decode(stored.committed.state)
-        active = self.begin(stored.opening, base, stored.committed, stored.committed_at, epoch, resumed=True)
+        active = self.begin(
+            stored.opening, base, stored.committed, stored.committed_at, epoch, resumed=True
+        )
         active.close(stored.closed_generation >= stored.opening.generation)
         if stored.lease is not None and (heard_at := stored.lease.heard_at) is not None:
             silent_s = max(0.0, context.lease_clock() - heard_at)
@@ -119,7 +136,9 @@ class PresentGeneration:
         self.active = None
         self._context.wakes.set_ranks(0)
 
-    def lead(self, stored: StoredRun, epoch: int, error: TokenloomError | None, since: float) -> None:
+    def lead(
+        self, stored: StoredRun, epoch: int, error: TokenloomError | None, since: float
+    ) -> None:
         """This server leads, since when batches may go out; the log says when the first did. ``error``: what stops all
         ranks still."""
         self.held_at = None
@@ -132,7 +151,9 @@ class PresentGeneration:
     def end(self, why: TokenloomError | None) -> None:
         """The server is stopping; ``why``: this run alone ends."""
         self.ending = (
-            why or self.ending or ServerStopping("the server is stopping; it goes on where it was when it is back")
+            why
+            or self.ending
+            or ServerStopping("the server is stopping; it goes on where it was when it is back")
         )
         self._context.wakes.everyone()
 
@@ -170,8 +191,12 @@ class PresentGeneration:
     def lose(self, error: LedgerRolledBack, known_index: float) -> None:
         """The ledger lost commits; ``known_index``: up to there it had the run, as far as is known."""
         self.error = error
-        generation = self.active.generation.number if self.active is not None else self._loss.generation
-        self._loss = LedgerLoss(generation, known_index, self._head.revision_changes, self._context.wall_clock())
+        generation = (
+            self.active.generation.number if self.active is not None else self._loss.generation
+        )
+        self._loss = LedgerLoss(
+            generation, known_index, self._head.revision_changes, self._context.wall_clock()
+        )
 
     def loss_under(self, is_next_epoch: bool, stored: StoredRun) -> TokenloomError | None:
         """What the ledger lost, if it did: that stops all ranks, also under a new lease, until a launch from a
@@ -202,7 +227,11 @@ class PresentGeneration:
     def commit_due(self) -> int:
         """How many micro-steps to commit; 0 for nothing new."""
         # What the ranks acknowledge after a bad row is still committed; after a ledger's refusal nothing is.
-        if self.active is None or isinstance(self.error, LedgerError) or self.active.expected_digest is not None:
+        if (
+            self.active is None
+            or isinstance(self.error, LedgerError)
+            or self.active.expected_digest is not None
+        ):
             return 0
         return self.active.generation.commit_due() or 0
 
@@ -226,7 +255,9 @@ class PresentGeneration:
     # --- who is woken: only where it would act, for waking costs more than what most events bring ------------------
 
     def wake_rank(self, rank: int) -> None:
-        if self.active is not None and (self.active.generation.has_for(rank) or self.error is not None):
+        if self.active is not None and (
+            self.active.generation.has_for(rank) or self.error is not None
+        ):
             self._context.wakes.ranks[rank].notify_all()
 
     def wake_producer(self) -> None:

@@ -70,7 +70,9 @@ class Producer(Loop):
         """Waits for micro-steps that are wanted; None where the server stops."""
         present = self._present
         with self._context.lock:
-            self._context.wakes.producer.wait_for(lambda: present.ending is not None or present.steps_wanted())
+            self._context.wakes.producer.wait_for(
+                lambda: present.ending is not None or present.steps_wanted()
+            )
             active, steps = present.active, present.steps_wanted()
             if present.ending is not None or active is None or not steps:
                 return None
@@ -80,7 +82,12 @@ class Producer(Loop):
     def _produce(self, task: ProductionTask) -> None:
         context = self._context
         if task.active is not self._active:
-            self._active, self._pipeline, self._group, self._step_by_step = task.active, None, None, False
+            self._active, self._pipeline, self._group, self._step_by_step = (
+                task.active,
+                None,
+                None,
+                False,
+            )
         steps = 1 if self._step_by_step else task.steps
         try:
             with context.measures.productions.timing(context.clock):
@@ -99,7 +106,9 @@ class Producer(Loop):
                 self._compared = task.active
                 Background("files", partial(self._compare_files, task), context.name).start()
 
-    def _publish(self, task: ProductionTask, group: StepGroup, ended: str | None, dropped_samples: int) -> None:
+    def _publish(
+        self, task: ProductionTask, group: StepGroup, ended: str | None, dropped_samples: int
+    ) -> None:
         """The group got micro-steps, or the data ended: for the ranks, if the generation is still the present one."""
         active, generation, present = task.active, task.active.generation, self._present
         with self._context.lock:
@@ -121,7 +130,9 @@ class Producer(Loop):
         """Beside production: the spots of the files, once for each launch, after its first samples."""
         order = self._context.order
         try:
-            verify_spots(order.record.manifest, order.resources.base_dir, time.monotonic() + COMPARE_S)
+            verify_spots(
+                order.record.manifest, order.resources.base_dir, time.monotonic() + COMPARE_S
+            )
         except TokenloomError as error:
             self.fail(task.active, error)
 
@@ -136,7 +147,9 @@ class Producer(Loop):
         if self._group is None or not task.published:
             self._group = None
             self._group = self._pipeline.begin_group(task.plan)
-            self._group.resume_state = task.timeline.encode(self._group.base, task.active.generation.number)
+            self._group.resume_state = task.timeline.encode(
+                self._group.base, task.active.generation.number
+            )
         self._pipeline.fill(self._group, steps)
         return self._pipeline, self._group
 
@@ -171,13 +184,19 @@ class Producer(Loop):
             self._give_up(task, ending, logging.INFO)
             return
         _log.error("%s: producing failed", context.name, exc_info=error)
-        self._give_up(task, SourceError(f"producing samples failed: {type(error).__name__}: {error}"))
+        self._give_up(
+            task, SourceError(f"producing samples failed: {type(error).__name__}: {error}")
+        )
 
-    def _give_up(self, task: ProductionTask, error: TokenloomError, level: int = logging.ERROR) -> None:
+    def _give_up(
+        self, task: ProductionTask, error: TokenloomError, level: int = logging.ERROR
+    ) -> None:
         self._active = None
         self.fail(task.active, error, level)
 
-    def fail(self, active: ActiveGeneration, error: TokenloomError, level: int = logging.ERROR) -> None:
+    def fail(
+        self, active: ActiveGeneration, error: TokenloomError, level: int = logging.ERROR
+    ) -> None:
         """Stops the run with an error, if the generation is still the present one; ``level`` is the log's."""
         with self._context.lock:
             if active is self._present.active:

@@ -52,7 +52,12 @@ class _Stored:
 
     def __init__(self, store: HistoryStore, uid: str, stream: str, epoch: int) -> None:
         self.run = uid, epoch
-        self.entries: dict[Kind, list[HistoryEntry]] = {"points": [], "events": [], "frequent": [], "mark": []}
+        self.entries: dict[Kind, list[HistoryEntry]] = {
+            "points": [],
+            "events": [],
+            "frequent": [],
+            "mark": [],
+        }
         for entry in store.entries(uid, stream, *self.entries):
             self.entries[entry.kind].append(entry)
         texts = store.read(uid, stream, [*self.entries["mark"], *self.entries["points"][-1:]])
@@ -63,20 +68,29 @@ class _Stored:
             self.last = point["generation"], point["sample_index"]
 
     def next_number(self, *kinds: Kind) -> int:
-        return max((self.entries[kind][-1].number for kind in kinds if self.entries[kind]), default=-1) + 1
+        return (
+            max((self.entries[kind][-1].number for kind in kinds if self.entries[kind]), default=-1)
+            + 1
+        )
 
     def too_old(self, sources: int) -> list[HistoryEntry]:
         """The entries that are kept no longer."""
         points, thinned = self.entries["points"], []
         if points and points[-1].number % THIN_EVERY == 0:
             thinned = [one for one in points if not is_kept(one.number, points[-1].number, sources)]
-        return [*thinned, *self.entries["events"][:-MAX_EVENTS], *self.entries["frequent"][:-MAX_EVENTS]]
+        return [
+            *thinned,
+            *self.entries["events"][:-MAX_EVENTS],
+            *self.entries["frequent"][:-MAX_EVENTS],
+        ]
 
 
 class Recorder(Loop):
     """Writes the history of one run. ``note`` may be called by any thread."""
 
-    def __init__(self, coordinator: RunCoordinator, stats: StatsReader, losses: Losses, holder: str) -> None:
+    def __init__(
+        self, coordinator: RunCoordinator, stats: StatsReader, losses: Losses, holder: str
+    ) -> None:
         """``holder`` names this server in the ledger."""
         super().__init__("recorder", self._record, coordinator.name)
         self._coordinator = coordinator
@@ -103,7 +117,9 @@ class Recorder(Loop):
         plain sentence."""
         view, time = self._coordinator.view(), self._coordinator.wall_clock()
         commit, generation = view.commit, view.generation.number
-        self._noted.append(Event(kind, time, text, commit.sample_index, commit.total_tokens, generation, author))
+        self._noted.append(
+            Event(kind, time, text, commit.sample_index, commit.total_tokens, generation, author)
+        )
 
     def _record(self) -> bool:
         is_last, now = self.ending.wait(LOOK_S), self._coordinator.clock()
@@ -128,7 +144,9 @@ class Recorder(Loop):
             self._coordinator.measures.history_failures.add()
             if not self._fails:
                 name = self._coordinator.name
-                _log.warning("%s: the history cannot be written, and is lost meanwhile: %s", name, error)
+                _log.warning(
+                    "%s: the history cannot be written, and is lost meanwhile: %s", name, error
+                )
             self._fails = True
 
     def _look(self) -> None:
@@ -139,11 +157,17 @@ class Recorder(Loop):
             self._away_since = coordinator.clock()
             self.note("ledger", away)
         elif away is None and self._away_since is not None:
-            self.note("ledger", f"the ledger is back after {coordinator.clock() - self._away_since:.0f} s")
+            self.note(
+                "ledger", f"the ledger is back after {coordinator.clock() - self._away_since:.0f} s"
+            )
             self._away_since = None
         stored, newest = self._stored, self._losses.newest()[0]
         reported = newest.sample_index if newest is not None else None
-        if stored is not None and stored.next_number("points") < FIRST_POINTS and reported != self._reported:
+        if (
+            stored is not None
+            and stored.next_number("points") < FIRST_POINTS
+            and reported != self._reported
+        ):
             self._reported = reported
             self._points = [*self._points, self._point(self._stats.read())][:FIRST_POINTS]
 
@@ -155,7 +179,9 @@ class Recorder(Loop):
         stored, stats, noted = self._stored, self._stats.read(), list(self._noted)
         if stored is None or stored.run != (coordinator.uid, epoch):
             stored = self._stored = _Stored(store, *of_run, epoch)
-            is_known = stored.last == (stats.generation, stats.sample_index) or self._sought == stored.run
+            is_known = (
+                stored.last == (stats.generation, stats.sample_index) or self._sought == stored.run
+            )
             if stats.generation and stats.ended is None and not is_known:
                 stats = self._with_end(stats)
                 self._sought = stored.run if stats.ended is None else None
@@ -185,7 +211,9 @@ class Recorder(Loop):
         if not store.write(*of_run, epoch, put, drop):
             return
         gone = set(drop)
-        stored.entries = {kind: [one for one in all_ if one not in gone] for kind, all_ in stored.entries.items()}
+        stored.entries = {
+            kind: [one for one in all_ if one not in gone] for kind, all_ in stored.entries.items()
+        }
         stored.seen, stored.last = seen, last.place
         self._stored = stored
         self._points = []
@@ -202,7 +230,10 @@ class Recorder(Loop):
         pads = config.last_micro_step == "pad"
         replay = Replay(timeline, timeline.decode(view.commit.state))
         with suppress(TokenloomError):
-            replay.forward(index + (config.pick_samples if pads else generation.world_size * generation.batch_size))
+            replay.forward(
+                index
+                + (config.pick_samples if pads else generation.world_size * generation.batch_size)
+            )
         ended = {"ended": replay.ended, "produced_index": index}
         return stats.model_copy(update=ended if replay.ended else {})
 
@@ -211,7 +242,11 @@ class Recorder(Loop):
         return _Point(round(self._coordinator.wall_clock(), 3), place, point_text(stats))
 
     def _look_at(self, stats: RunStats, stored: _Stored) -> Look:
-        coordinator, seen, (last_generation, last_index) = self._coordinator, stored.seen, stored.last
+        coordinator, seen, (last_generation, last_index) = (
+            self._coordinator,
+            stored.seen,
+            stored.last,
+        )
         of_run, ledger = (coordinator.uid, coordinator.stream), coordinator.ledger
         openings = ledger.openings(*of_run) if stats.generation != seen.generation else []
         openings = [opening for opening in openings if opening.generation > seen.generation]
@@ -219,7 +254,8 @@ class Recorder(Loop):
         for opening in openings:
             journalled = ledger.journal(*of_run, opening.generation - 1, MAX_COUNTER)
             reached[opening.generation - 1] = max(
-                journalled.sample_index if journalled is not None else 0, reached.get(opening.generation - 1, 0)
+                journalled.sample_index if journalled is not None else 0,
+                reached.get(opening.generation - 1, 0),
             )
         now = coordinator.wall_clock()
         return Look(now, self._holder, stats, coordinator.timeline, openings, reached)

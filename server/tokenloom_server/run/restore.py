@@ -48,7 +48,9 @@ class Restores:
                 f"a restore names one of snapshot id, sample index and snapshot, but {len(points)} are given"
             )
         if skip_samples and skip_tokens:
-            raise ConfigError(f"a restore skips {skip_samples} samples and {skip_tokens} tokens: give one of them")
+            raise ConfigError(
+                f"a restore skips {skip_samples} samples and {skip_tokens} tokens: give one of them"
+            )
         run = self._coordinator
         run.require_lead()
         while True:
@@ -67,7 +69,9 @@ class Restores:
                 break
         for note in point.notes:
             _log.info("%s: %s", run.name, note)
-        _log.info("%s: the next generation starts at sample %d (pinned)", run.name, pin.sample_index)
+        _log.info(
+            "%s: the next generation starts at sample %d (pinned)", run.name, pin.sample_index
+        )
         for change in skip_content(dict(pin.skips))["changes"] if pin.skips is not None else ():
             _log.info("%s: from that generation on, %s", run.name, change)
         return pin.next_launch
@@ -99,7 +103,9 @@ class Restores:
         _log.info("%s: begins at sample %d, forked (pinned)", run.name, pin.sample_index)
         return pin.next_launch
 
-    def proven(self, text: str, skip_samples: int = 0, skip_tokens: int = 0, undo_skip: bool = False) -> PinnedPoint:
+    def proven(
+        self, text: str, skip_samples: int = 0, skip_tokens: int = 0, undo_skip: bool = False
+    ) -> PinnedPoint:
         """What is to be pinned of a snapshot: going forward to it proves it now, and not when the next job starts.
 
         Raises ``SnapshotInvalid``, ``BeyondHorizon`` where the data end among the samples to skip, and ``ConfigError``
@@ -120,7 +126,9 @@ class Restores:
                 f"the state at sample {index} passed all skips of the run (at samples {[*known]}): to "
                 "take one back, name its sample by --sample, or a sample or state before it"
             )
-        pin = PinnedPoint(text, index, point.digest or "", [*skips.items()] if skips != known else None)
+        pin = PinnedPoint(
+            text, index, point.digest or "", [*skips.items()] if skips != known else None
+        )
         points.forward(point, points.pinned(pin), in_turn=True)
         return pin
 

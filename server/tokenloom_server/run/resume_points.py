@@ -8,7 +8,15 @@ from collections.abc import Sequence
 
 from tokenloom_proto.resume import counts_at
 
-from tokenloom_server.core.state import Cursor, EpochCursor, State, WindowCursor, digest_hex, row_cursor, tokens_in_row
+from tokenloom_server.core.state import (
+    Cursor,
+    EpochCursor,
+    State,
+    WindowCursor,
+    digest_hex,
+    row_cursor,
+    tokens_in_row,
+)
 from tokenloom_server.errors import NotFound, SnapshotInvalid, SourceError, TokenizerError
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order import foreign_checkpoint, foreign_payload, snapshot
@@ -51,9 +59,15 @@ class ResumePoints:
         if payload is not None:
             timeline, newest = coordinator.timeline, self._imported
             if newest is None or newest[:2] != (payload, timeline):
-                newest = self._imported = payload, timeline, foreign_checkpoint.resume_point(payload, timeline)
+                newest = self._imported = (
+                    payload,
+                    timeline,
+                    foreign_checkpoint.resume_point(payload, timeline),
+                )
             return newest[2]
-        return snapshot.parse(text, coordinator.template(), coordinator.timeline.shape_at, coordinator.order.config)
+        return snapshot.parse(
+            text, coordinator.template(), coordinator.timeline.shape_at, coordinator.order.config
+        )
 
     def refuse_foreign(self, point: ResumePoint, stored: StoredRun) -> None:
         """Raises ``SnapshotInvalid`` for a state out of another ledger, unless this one never opened the run."""
@@ -109,7 +123,9 @@ class ResumePoints:
             return self.timeline
         return self.timeline.skipping(pin.skips, pin.sample_index, made_at)
 
-    def forward(self, point: ResumePoint, timeline: Timeline | None = None, *, in_turn: bool = False) -> State:
+    def forward(
+        self, point: ResumePoint, timeline: Timeline | None = None, *, in_turn: bool = False
+    ) -> State:
         """The state at a resume point, after what is passed over there. Raises ``SnapshotInvalid`` where going forward
         gives another digest.
 
@@ -135,14 +151,17 @@ class ResumePoints:
             between = range(base.sample_index, point.sample_index + 1)
             after = [one for one in timeline.revisions if one.sample_index in between]
             reason = "".join(
-                f"without revision {one.number}, which holds from sample {one.sample_index} on, " for one in after
+                f"without revision {one.number}, which holds from sample {one.sample_index} on, "
+                for one in after
             )
             raise SnapshotInvalid(
                 f"going forward from sample {base.sample_index} to {point.sample_index} gives digest {digest} and "
                 f"{state.total_tokens} tokens, but the snapshot says {point.digest} and {point.total_tokens}: it was "
                 f"made {reason}from other data or by other software"
             )
-        counts = counts_at(json.loads(timeline.encode(state)), state.sample_index, state.total_tokens)
+        counts = counts_at(
+            json.loads(timeline.encode(state)), state.sample_index, state.total_tokens
+        )
         theirs = counts if point.counts is None else point.counts
         for spec in sorted({*counts, *theirs}):
             if theirs.get(spec) != counts.get(spec):
@@ -195,7 +214,9 @@ def _check_cursors(timeline: Timeline, state: State) -> None:
                 )
 
 
-def _check_cursor(factory: PipelineFactory, i: int, cursor: Cursor | None, epochs: Sequence[float] | None) -> None:
+def _check_cursor(
+    factory: PipelineFactory, i: int, cursor: Cursor | None, epochs: Sequence[float] | None
+) -> None:
     config = factory.config.sources[i]
     first = row_cursor(cursor)
     if cursor is None or first is None:
@@ -208,7 +229,9 @@ def _check_cursor(factory: PipelineFactory, i: int, cursor: Cursor | None, epoch
         field, row = "window_row" if in_window else "row_offset", first.row
         has_begun = first is not cursor or tokens_in_row(cursor) > 0 or (in_window and not rows)
     if row > rows or (row == rows and has_begun):
-        raise SnapshotInvalid(f"resume_state.datasets.{i}: {field} is {row}, but {around} has {rows} rows")
+        raise SnapshotInvalid(
+            f"resume_state.datasets.{i}: {field} is {row}, but {around} has {rows} rows"
+        )
     if epochs is not None and cursor.epoch >= epochs[i]:
         raise SnapshotInvalid(
             f"resume_state.datasets.{i}: epoch is {cursor.epoch}, but {config.source!r} is read for {epochs[i]} "

@@ -14,7 +14,14 @@ from tokenloom_proto.threads import Background
 
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.node import NodeConfig
-from tokenloom_server.errors import BeyondHorizon, ConfigError, LimitExceeded, NotFound, SnapshotInvalid, TokenloomError
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LimitExceeded,
+    NotFound,
+    SnapshotInvalid,
+    TokenloomError,
+)
 from tokenloom_server.ledger.commands import DropRevisions, Revise
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import revision_content, snapshot
@@ -48,7 +55,10 @@ class RevisionHandler:
         coordinator = self._coordinator
         if change.dry_run:
             return self.tried(change)[1].revisions[-1]
-        with coordinator.one_change, coordinator.changes.held(self._choice_of(change)) as (view, index):
+        with (
+            coordinator.one_change,
+            coordinator.changes.held(self._choice_of(change)) as (view, index),
+        ):
             timeline, epoch = view.timeline, view.lease.epoch
             revision = self._made(change, view, index)
             closes = view.closed_by(index)
@@ -82,7 +92,9 @@ class RevisionHandler:
             made_at=self._coordinator.wall_clock(),
             author=change.author,
             reason=change.reason,
-            content=canonical(revision_content.revise(view.timeline, change, index, now, known_from, view.state)),
+            content=canonical(
+                revision_content.revise(view.timeline, change, index, now, known_from, view.state)
+            ),
         )
 
     def revise_soon(self, change: MixtureChange) -> None:
@@ -93,8 +105,14 @@ class RevisionHandler:
             self.revise(change)
             return
         wait_s = coordinator.timeouts.liveness_s
-        _log.info("%s: the revision is made in %g s: ranks of the last launch may come back", coordinator.name, wait_s)
-        Background("revise", partial(self._revise_now, change), coordinator.name, after_s=wait_s).start()
+        _log.info(
+            "%s: the revision is made in %g s: ranks of the last launch may come back",
+            coordinator.name,
+            wait_s,
+        )
+        Background(
+            "revise", partial(self._revise_now, change), coordinator.name, after_s=wait_s
+        ).start()
 
     def _revise_now(self, change: MixtureChange) -> None:
         """``revise``, where nobody waits for the answer but who reads the log."""
@@ -115,7 +133,10 @@ class RevisionHandler:
         coordinator = self._coordinator
         with (
             coordinator.one_change,
-            coordinator.changes.held(lambda view: _droppable(coordinator.name, number, view)) as (view, _),
+            coordinator.changes.held(lambda view: _droppable(coordinator.name, number, view)) as (
+                view,
+                _,
+            ),
         ):
             revisions, epoch = view.timeline.revisions, view.lease.epoch
             kept, dropped = revisions[: number - 1], revisions[number - 1 :]
@@ -123,7 +144,9 @@ class RevisionHandler:
                 epoch,
                 view.timeline.with_revisions(kept),
                 lambda known: coordinator.ledger.execute(
-                    DropRevisions(coordinator.uid, coordinator.stream, epoch, number, known_changes=known)
+                    DropRevisions(
+                        coordinator.uid, coordinator.stream, epoch, number, known_changes=known
+                    )
                 ),
             )
         for revision in dropped:
@@ -136,9 +159,13 @@ class RevisionHandler:
     def _choice_of(self, change: MixtureChange) -> Callable[[RunView], int]:
         """What chooses the sample index of a change, under the run's lock: what the ledger has is read before that."""
         if change.sample_index is not None and change.total_tokens is not None:
-            raise ConfigError("sample_index and total_tokens are both given; name one of them, or neither")
+            raise ConfigError(
+                "sample_index and total_tokens are both given; name one of them, or neither"
+            )
         kept = self.kept(self._coordinator.view())
-        return lambda view: _index_of(self._coordinator.name, change, view, view.first_revisable(kept))
+        return lambda view: _index_of(
+            self._coordinator.name, change, view, view.first_revisable(kept)
+        )
 
     def kept(self, view: RunView) -> int | None:
         """Of a run that stands still, the sample index after all states that the ledger has as texts: a revision before
@@ -147,14 +174,25 @@ class RevisionHandler:
         if not generation.stands_still:
             return None
         stored = coordinator.stored()
-        saved = [json.loads(one.text) for one in coordinator.ledger.snapshots(stored.uid, stored.stream)]
+        saved = [
+            json.loads(one.text) for one in coordinator.ledger.snapshots(stored.uid, stored.stream)
+        ]
         texts = [generation.start_index]
         texts += [one["sample_index"] for one in saved if one["generation"] == generation.number]
         return 1 + max(texts)
 
-    def _write(self, epoch: int, revision: StoredRevision, known_changes: int, closes: int = 0) -> int:
+    def _write(
+        self, epoch: int, revision: StoredRevision, known_changes: int, closes: int = 0
+    ) -> int:
         coordinator = self._coordinator
-        revise = Revise(coordinator.uid, coordinator.stream, epoch, revision, closes, known_changes=known_changes)
+        revise = Revise(
+            coordinator.uid,
+            coordinator.stream,
+            epoch,
+            revision,
+            closes,
+            known_changes=known_changes,
+        )
         return coordinator.ledger.execute(revise)
 
     def take_over(self, text: str | bytes) -> None:
@@ -166,14 +204,20 @@ class RevisionHandler:
         """
         coordinator = self._coordinator
         brought, epoch = brings(coordinator.name, text), coordinator.lease.epoch
-        stored = coordinator.ledger.read_run(coordinator.name, coordinator.stream) if brought is not None else None
+        stored = (
+            coordinator.ledger.read_run(coordinator.name, coordinator.stream)
+            if brought is not None
+            else None
+        )
         if brought is None or stored is None:
             return
         timeline = coordinator.timeline
         if stored.opening is None and timeline.origin is None and brought.origin is not None:
             timeline = timeline.with_origin(Origin(**brought.origin))
         # In the order of the samples, as a ledger takes them.
-        missing = sorted((one for one in brought.revisions if not timeline.holds(*one)), key=itemgetter(0))
+        missing = sorted(
+            (one for one in brought.revisions if not timeline.holds(*one)), key=itemgetter(0)
+        )
         if stored.opening is not None:
             # What was still to come when the state was saved, and is not here, may have been dropped since.
             for index, _ in missing:
@@ -183,11 +227,15 @@ class RevisionHandler:
                         "ledger has none there: it was dropped since, or lost; make it again if it is wanted",
                         coordinator.name, brought.sample_index, index,
                     )  # fmt: skip
-            missing = [(index, content) for index, content in missing if index <= brought.sample_index]
+            missing = [
+                (index, content) for index, content in missing if index <= brought.sample_index
+            ]
         after = timeline.last_revised
         if stored.opening is not None and stored.committed is not None:
             after = max(after, stored.committed.sample_index)
-        if (timeline is coordinator.timeline and not missing) or any(index < after for index, _ in missing):
+        if (timeline is coordinator.timeline and not missing) or any(
+            index < after for index, _ in missing
+        ):
             return
         revisions = [
             StoredRevision(

@@ -69,14 +69,23 @@ class Sessions:
             is_unknown = rank < len(slots) and slots[rank].nonce is None
         if is_unknown:
             # After a restart of the server only the ledger knows whose slot it is.
-            self._claims.write(ClaimSlot(self._head.uid, context.stream, active.epoch, generation, rank, nonce))
+            self._claims.write(
+                ClaimSlot(self._head.uid, context.stream, active.epoch, generation, rank, nonce)
+            )
         with self._context.lock:
             active = self._active_for(uid, generation, attempt, committed_through)
             if stream_number < active.stream_numbers.get(nonce, 0):
-                raise self._fenced(f"a newer stream of rank {rank} has taken this one's place, which came late")
+                raise self._fenced(
+                    f"a newer stream of rank {rank} has taken this one's place, which came late"
+                )
             try:
                 number = active.generation.attach(
-                    rank, nonce, received_through, committed_through, context.clock(), received_digest
+                    rank,
+                    nonce,
+                    received_through,
+                    committed_through,
+                    context.clock(),
+                    received_digest,
                 )
             except (errors.LedgerRolledBack, errors.OrderMismatch) as error:
                 self._present.alarm(error)
@@ -105,7 +114,12 @@ class Sessions:
             session.active.generation.leave(session.rank, session.number)
 
     def progress(
-        self, session: Session, consumed_through: int, credit_micro_steps: int, digest: str = "", waited_s: float = 0.0
+        self,
+        session: Session,
+        consumed_through: int,
+        credit_micro_steps: int,
+        digest: str = "",
+        waited_s: float = 0.0,
     ) -> None:
         """A rank consumed up to a sample index, takes so many micro-steps beyond it, and has waited so long for data.
 
@@ -114,7 +128,9 @@ class Sessions:
         with self._context.lock:
             generation = self._current(session).generation
             try:
-                generation.progress(*session[1:], consumed_through, credit_micro_steps, clock(), digest)
+                generation.progress(
+                    *session[1:], consumed_through, credit_micro_steps, clock(), digest
+                )
             except errors.OrderMismatch as error:
                 present.alarm(error)
                 raise
@@ -155,7 +171,10 @@ class Sessions:
         """From now on ``ring`` is called, under the lock, where there may be something for a slot; and once at once."""
         active = session.active
         with self._context.lock:
-            if self._present.active is active and session.number == active.generation.slots[session.rank].session:
+            if (
+                self._present.active is active
+                and session.number == active.generation.slots[session.rank].session
+            ):
                 self._context.wakes.ranks[session.rank] = Bell(self._context.lock, ring)
             ring()
 
@@ -184,14 +203,19 @@ class Sessions:
         present = self._present
         with self._context.lock:
             self._context.wakes.changed.wait_for(
-                lambda: present.active is None or not present.active.generation.slots.connected, timeout_s
+                lambda: present.active is None or not present.active.generation.slots.connected,
+                timeout_s,
             )
 
     def _next_for(self, session: Session) -> Delivery | EndOfData | None:
         present = self._present
         if (ending := present.ending) is not None:
-            raise type(ending)(str(ending))  # one that is kept must not keep the calls that raised it
-        if isinstance(present.error, errors.LedgerError | errors.JoinRefused | errors.SnapshotInvalid):
+            raise type(ending)(
+                str(ending)
+            )  # one that is kept must not keep the calls that raised it
+        if isinstance(
+            present.error, errors.LedgerError | errors.JoinRefused | errors.SnapshotInvalid
+        ):
             raise present.error
         self._lease.require()
         generation = self._current(session).generation
@@ -212,7 +236,9 @@ class Sessions:
 
     # --- whose stream it is ------------------------------------------------------------------------
 
-    def _active_for(self, uid: str, generation: int, attempt: str, committed_through: int) -> ActiveGeneration:
+    def _active_for(
+        self, uid: str, generation: int, attempt: str, committed_through: int
+    ) -> ActiveGeneration:
         """The present generation, for a client that says which it is of and which commit it has seen."""
         # A server that has just lost the lease holds no generation: that is no loss of the ledger's.
         self._lease.require()
@@ -230,19 +256,29 @@ class Sessions:
         if active is None:
             raise errors.NotFound(f"run {name!r} has no generation; join first")
         after = f"generation {number} (attempt {active.generation.attempt!r}) has taken its place"
-        is_present = uid == own_uid and generation == number and attempt in ("", active.generation.attempt)
+        is_present = (
+            uid == own_uid and generation == number and attempt in ("", active.generation.attempt)
+        )
         if is_present and active.closed:
             if self._present.held_at is not None:
-                raise errors.NotLeader(f"run {name!r} is being revised, which may close generation {number}; ask again")
+                raise errors.NotLeader(
+                    f"run {name!r} is being revised, which may close generation {number}; ask again"
+                )
             after = "a revision closed it while nobody trained, or a backup of the ledger was restored; restart the "
             after += "training job from its last checkpoint"
         if not is_present or active.closed:
-            raise self._fenced(f"generation {generation} of run {name!r} (attempt {attempt!r}) is over: {after}")
+            raise self._fenced(
+                f"generation {generation} of run {name!r} (attempt {attempt!r}) is over: {after}"
+            )
         return active
 
     def _current(self, session: Session) -> ActiveGeneration:
         """The present generation, for a stream of it."""
-        name, active, number = self._context.name, self._present.active, session.active.generation.number
+        name, active, number = (
+            self._context.name,
+            self._present.active,
+            session.active.generation.number,
+        )
         if active is session.active:
             return session.active
         if active is None or active.generation.number == number:
@@ -271,7 +307,9 @@ class Sessions:
         finally:
             with context.lock:
                 if newest > own == self._lease.state.epoch:
-                    self._lease.doubt(f"rank {rank} was served at server epoch {epoch} already, and this is {own}")
+                    self._lease.doubt(
+                        f"rank {rank} was served at server epoch {epoch} already, and this is {own}"
+                    )
         if newest <= own:
             # Only for this client, as in ``_active_for``.
             raise errors.LedgerRolledBack(

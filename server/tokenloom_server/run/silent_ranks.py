@@ -49,7 +49,10 @@ class SilentRanks:
     def _watch_ranks(self, active: ActiveGeneration, rank: int, number: int) -> None:
         """Names the ranks that hold the others back: in the log, and after ``rank_timeout_s`` as an error for all."""
         now, generation = self._context.clock(), active.generation
-        timeout_s, waited_s = self._context.timeouts.rank_timeout_s, generation.stalled(rank, number, now)
+        timeout_s, waited_s = (
+            self._context.timeouts.rank_timeout_s,
+            generation.stalled(rank, number, now),
+        )
         if waited_s < min(RANK_WARNING_S, timeout_s) or self._present.error is not None:
             return
         named = generation.describe_laggards(now)

@@ -55,7 +55,11 @@ class Slot:
     @property
     def wait_share(self) -> float | None:
         """The part of its last half a minute that it waited for data (0 to 1); None where it has not reported twice."""
-        if not self.earlier_waits or self.last_heard is None or self.last_heard <= self.earlier_waits[0][0]:
+        if (
+            not self.earlier_waits
+            or self.last_heard is None
+            or self.last_heard <= self.earlier_waits[0][0]
+        ):
             return None
         since, before_s = self.earlier_waits[0]
         return min(1.0, (self.waited_s - before_s) / (self.last_heard - since))

@@ -72,8 +72,12 @@ class Snapshots:
                 continue
             base = self._past.journalled(opening, sample_index - 1, timeline)
             if sample_index not in [skip.sample_index for skip in base.skips]:
-                state = self._forward(Replay(timeline.before_skip(sample_index), base), sample_index)
-                return self.seal(state, opening.generation, timeline.encode(base, opening.generation))
+                state = self._forward(
+                    Replay(timeline.before_skip(sample_index), base), sample_index
+                )
+                return self.seal(
+                    state, opening.generation, timeline.encode(base, opening.generation)
+                )
         raise BeyondHorizon(
             f"the ledger has no state from before the skip at sample {sample_index}: restore to a trainer's state from "
             "before it (tokenloom restore --state)"
@@ -84,7 +88,11 @@ class Snapshots:
         if not generation.number:
             start = view.timeline.initial()
             if sample_index is not None and sample_index != start.sample_index:
-                lies = "before the beginning" if sample_index < start.sample_index else "beyond the horizon"
+                lies = (
+                    "before the beginning"
+                    if sample_index < start.sample_index
+                    else "beyond the horizon"
+                )
                 raise BeyondHorizon(
                     f"sample {sample_index} is {lies} {start.sample_index}: no trainer has joined this run yet"
                 )
@@ -111,7 +119,9 @@ class Snapshots:
             text = self._recomputed(index, generation.number)
         return text, index
 
-    def seal(self, state: State, generation: int, resume_state: str = "", uid: str | None = None) -> str:
+    def seal(
+        self, state: State, generation: int, resume_state: str = "", uid: str | None = None
+    ) -> str:
         """The snapshot at a state; ``resume_state``: where going forward to it begins, if not at itself; ``uid``: of
         the run where it is not this ledger's."""
         template = self._coordinator.template(uid or self._coordinator.uid, generation)
@@ -129,7 +139,9 @@ class Snapshots:
             )
         opening = covering(openings, index)
         if opening is None:
-            raise BeyondHorizon(f"sample {index} lies before the first state that the ledger holds of this run")
+            raise BeyondHorizon(
+                f"sample {index} lies before the first state that the ledger holds of this run"
+            )
         boundary, timeline = batch_plans_of(opening).boundary(index), self._coordinator.timeline
         replay = Replay(timeline, self._past.journalled(opening, boundary, timeline))
         base, state = self._forward(replay, boundary), self._forward(replay, index)
@@ -158,7 +170,9 @@ class Snapshots:
         if not save:
             return text, None
         snapshot_id = f"{index}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-        snapshot = StoredSnapshot(id=snapshot_id, sample_index=index, saved_at=time.time(), text=text)
+        snapshot = StoredSnapshot(
+            id=snapshot_id, sample_index=index, saved_at=time.time(), text=text
+        )
         run.ledger.execute(SaveSnapshot(run.uid, run.stream, snapshot))
         self._saved_at = snapshot.saved_at
         return text, snapshot_id
@@ -182,7 +196,9 @@ class Snapshots:
         if not run.leads():
             return None
         if self._asked_at != epoch:
-            with suppress(TokenloomError):  # an alert is not worth one that is away: it is asked again
+            with suppress(
+                TokenloomError
+            ):  # an alert is not worth one that is away: it is asked again
                 self._saved_at = max((entry.saved_at for entry in self.list()), default=None)
                 self._asked_at = epoch
         return self._saved_at

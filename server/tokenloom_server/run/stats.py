@@ -11,13 +11,26 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.state import EpochCursor, FileCursor, SourceState, State, WindowCursor, row_cursor
+from tokenloom_server.core.state import (
+    EpochCursor,
+    FileCursor,
+    SourceState,
+    State,
+    WindowCursor,
+    row_cursor,
+)
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import CommittedState, Counters, StoredRevision
 from tokenloom_server.mixing.mixer import ALL_EXHAUSTED, target_shares
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.position_line import position_lines
-from tokenloom_server.reports.stats import LedgerStats, PlannedRevision, RankStats, RunStats, SourceStats
+from tokenloom_server.reports.stats import (
+    LedgerStats,
+    PlannedRevision,
+    RankStats,
+    RunStats,
+    SourceStats,
+)
 from tokenloom_server.run.head import RecentCommit
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.past import Past
@@ -47,12 +60,22 @@ class StatsReader:
 
     def read(self) -> RunStats:
         coordinator, view = self._coordinator, self._coordinator.view()
-        generation, timeline, committed, state = view.generation, view.timeline, view.commit, view.state
+        generation, timeline, committed, state = (
+            view.generation,
+            view.timeline,
+            view.commit,
+            view.state,
+        )
         # A skip may lie before revisions that were made earlier.
-        revisions = sorted(timeline.revisions, key=lambda revision: (revision.sample_index, revision.number))
+        revisions = sorted(
+            timeline.revisions, key=lambda revision: (revision.sample_index, revision.number)
+        )
         in_force = sum(revision.sample_index <= committed.sample_index for revision in revisions)
         (reported, losses), end = self._losses.newest(), generation.end if generation.over else None
-        config, engine = (order := timeline.at(state.sample_index)).config, order.record.serving_engine
+        config, engine = (
+            (order := timeline.at(state.sample_index)).config,
+            order.record.serving_engine,
+        )
         # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
         if exhausted := end is not None and end.reason.startswith(ALL_EXHAUSTED):
             state = _all_exhausted(state, config)
@@ -85,15 +108,23 @@ class StatsReader:
             ended=end and end.reason,
             exhausted=exhausted,
             error=f"{view.error.name}: {view.error}" if view.error is not None else None,
-            warning="; ".join(filter(None, (order.resources.io_stats.warning, *order.resources.changed))),
-            tokenizer=f"{engine.engine} {engine.version}" if engine is not None else "none: the sources hold ids",
+            warning="; ".join(
+                filter(None, (order.resources.io_stats.warning, *order.resources.changed))
+            ),
+            tokenizer=f"{engine.engine} {engine.version}"
+            if engine is not None
+            else "none: the sources hold ids",
             revision=revisions[in_force - 1].number if in_force else 0,
             next_revision=_planned(view, revisions[in_force:]),
             skips=timeline.skips,
             pin=view.pin.next_launch if view.pin is not None else None,
             reported=reported,
-            sources=self.sources(committed, state, view.earlier_commit, over=generation.over, losses=losses),
-            readers=readers.stats(order.resources) if (readers := order.resources.readers) is not None else None,
+            sources=self.sources(
+                committed, state, view.earlier_commit, over=generation.over, losses=losses
+            ),
+            readers=readers.stats(order.resources)
+            if (readers := order.resources.readers) is not None
+            else None,
             ranks=_ranks(view),
             ledger=self._ledger(view),
         )
@@ -103,7 +134,9 @@ class StatsReader:
         view = self._coordinator.view()
         record = view.timeline.at(view.state.sample_index).record
         if view.leads and view.commit.sample_index:
-            for line, source in zip(position_lines(record, view.state), view.state.sources, strict=True):
+            for line, source in zip(
+                position_lines(record, view.state), view.state.sources, strict=True
+            ):
                 _log.info("%s: position: %s tokens=%d", self._coordinator.name, line, source.tokens)
 
     def sources(
@@ -119,12 +152,16 @@ class StatsReader:
         ``losses``, by source id: smoothed and last."""
         order = self._coordinator.timeline.at(state.sample_index)
         specs, consumed = order.record.specs, order.config.consumed(state)
-        expected = [tokens + own.owed_tokens for tokens, own in zip(consumed, state.sources, strict=True)]
+        expected = [
+            tokens + own.owed_tokens for tokens, own in zip(consumed, state.sources, strict=True)
+        ]
         in_window: Sequence[float | None] = [None] * len(specs)
         if earlier is not None and earlier.total_tokens < committed.total_tokens:
             in_window = _shares(consumed, earlier.consumed)
         in_force = target_shares(order.config, state, order.record.size_estimates)
-        shares = [*zip(in_force, _shares(expected, ()), _shares(consumed, ()), in_window, strict=True)]
+        shares = [
+            *zip(in_force, _shares(expected, ()), _shares(consumed, ()), in_window, strict=True)
+        ]
         return [
             self._source(
                 order,
@@ -154,7 +191,11 @@ class StatsReader:
         if rows:
             # Right after a restart the state is that at the boundary before the counters.
             done += (counters.rows + state.skipped_rows - state.rows) / rows
-        remaining = 0 if over else self._remaining(order.config.sequence_length, epochs, state, counters, rows)
+        remaining = (
+            0
+            if over
+            else self._remaining(order.config.sequence_length, epochs, state, counters, rows)
+        )
         unlimited = math.isinf(epochs)
         return SourceStats(
             id=source,
@@ -168,7 +209,9 @@ class StatsReader:
             rows=counters.rows,
             tokens=counters.tokens,
             # One that ended by its tokens stands where its cursor does.
-            epoch=epochs if state.exhausted and not unlimited and config.max_tokens is None else state.epoch + done,
+            epoch=epochs
+            if state.exhausted and not unlimited and config.max_tokens is None
+            else state.epoch + done,
             epochs=None if unlimited else epochs,
             exhausted=state.exhausted,
             dropped_tokens=state.dropped_tokens,
@@ -188,7 +231,11 @@ class StatsReader:
         )
 
     def _ledger(self, view: RunView) -> LedgerStats:
-        age_s = None if view.committed_at is None else self._coordinator.lease_clock() - view.committed_at
+        age_s = (
+            None
+            if view.committed_at is None
+            else self._coordinator.lease_clock() - view.committed_at
+        )
         return LedgerStats(
             backend=self._coordinator.ledger.description,
             available=view.ledger_error is None,
@@ -198,7 +245,12 @@ class StatsReader:
         )
 
     def _remaining(
-        self, sequence_length: int, epochs: float, state: SourceState, counters: Counters, rows: float | None
+        self,
+        sequence_length: int,
+        epochs: float,
+        state: SourceState,
+        counters: Counters,
+        rows: float | None,
     ) -> int | None:
         if state.exhausted:
             return 0
@@ -208,12 +260,17 @@ class StatsReader:
         left = epochs * rows - counters.rows - state.skipped_rows
         return max(0, round(left * per_row / sequence_length))
 
-    def _rows_of_epoch(self, order: PipelineFactory, source: int, state: SourceState) -> tuple[float | None, float]:
+    def _rows_of_epoch(
+        self, order: PipelineFactory, source: int, state: SourceState
+    ) -> tuple[float | None, float]:
         """(rows of one epoch, estimated from the shard in use; fraction of the epoch that is done)."""
         cursor = row_cursor(state.cursor)
         if order.config.batching is not None:
             epochs = order.readers.bucket_epochs(source)
-            batched, rows_done = epochs.batches * epochs.size, cursor.rows if isinstance(cursor, EpochCursor) else 0
+            batched, rows_done = (
+                epochs.batches * epochs.size,
+                cursor.rows if isinstance(cursor, EpochCursor) else 0,
+            )
             return batched or None, min(1.0, rows_done / batched) if batched else 0.0
         config, sizes = order.config.sources[source], self._sizes(order, source)
         total, before, index, row = sum(sizes) or 1, 0, sizes.index(max(sizes)), 0
@@ -221,7 +278,11 @@ class StatsReader:
             before = sum(sizes[file] for file in order.readers.files_before(source, cursor))
             index, row = cursor.shard, cursor.row
         # No text is fetched for stats that is not being read.
-        may_count = isinstance(cursor, FileCursor) or not config.spec.is_remote or _stores_row_counts(order, source)
+        may_count = (
+            isinstance(cursor, FileCursor)
+            or not config.spec.is_remote
+            or _stores_row_counts(order, source)
+        )
         rows = self._row_count(order, source, index) if may_count else None
         epoch_rows = rows * total / (sizes[index] or 1) if rows else None
         if config.lanes > 1 or config.shuffle == "rows":
@@ -229,7 +290,11 @@ class StatsReader:
             if config.lanes > 1:
                 # They go on to the next epoch one by one, so it is counted in rows.
                 return known, state.rows / known - state.epoch if known else 0.0
-            done = cursor.window * config.shuffle_window_rows + cursor.row if isinstance(cursor, WindowCursor) else 0
+            done = (
+                cursor.window * config.shuffle_window_rows + cursor.row
+                if isinstance(cursor, WindowCursor)
+                else 0
+            )
             return known, min(1.0, done / known) if known else 0.0
         return epoch_rows, (before + (min(1.0, row / rows) * sizes[index] if rows else 0)) / total
 
@@ -255,7 +320,11 @@ class StatsReader:
 
 def _stores_row_counts(order: PipelineFactory, source: int) -> bool:
     """Whether files say how many rows they have, so that counting reads nothing else of them."""
-    return scheme_of(order.config.sources[source].spec).reader(order.record.shards[source]).stores_row_counts
+    return (
+        scheme_of(order.config.sources[source].spec)
+        .reader(order.record.shards[source])
+        .stores_row_counts
+    )
 
 
 def _all_exhausted(state: State, config: RunConfig) -> State:

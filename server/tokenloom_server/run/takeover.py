@@ -45,7 +45,11 @@ class Takeover:
         which is not provably gone; None where nobody does."""
         with self._context.lock:
             active = self._present.active
-            if active is None or self._present.error is not None or (process and active.process == process):
+            if (
+                active is None
+                or self._present.error is not None
+                or (process and active.process == process)
+            ):
                 return None
             if not active.generation.slots[0].connected and is_gone(active.process):
                 return None

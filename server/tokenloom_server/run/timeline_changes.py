@@ -40,7 +40,10 @@ class TimelineChanges:
             view = self._view()
             index, was_closed = choose(view), view.generation.closed
             # No rank comes back while a revision is written that closes the generation.
-            self._present.hold(min(index, view.generation.first_unproduced), was_closed or bool(view.closed_by(index)))
+            self._present.hold(
+                min(index, view.generation.first_unproduced),
+                was_closed or bool(view.closed_by(index)),
+            )
         try:
             yield view, index
         except BaseException:
@@ -51,7 +54,11 @@ class TimelineChanges:
             raise
 
     def write(
-        self, epoch: int, timeline: Timeline, write: Callable[[int], int], closed: StoredRun | None = None
+        self,
+        epoch: int,
+        timeline: Timeline,
+        write: Callable[[int], int],
+        closed: StoredRun | None = None,
     ) -> None:
         """Writes a change of the timeline, and puts it in force once the ledger has it. ``write`` gets how many changes
         of the revisions are acknowledged, and returns how many there are after it; ``closed``: what the ledger has
@@ -68,7 +75,11 @@ class TimelineChanges:
         self.adopt(epoch, timeline, changes, closed)
 
     def adopt(
-        self, epoch: int, timeline: Timeline, changes: int | None = None, closed: StoredRun | None = None
+        self,
+        epoch: int,
+        timeline: Timeline,
+        changes: int | None = None,
+        closed: StoredRun | None = None,
     ) -> None:
         """Puts a timeline in force, and lets production go on under it. Changes nothing where the run was taken up
         since at a newer epoch, with what the ledger has."""
@@ -77,7 +88,9 @@ class TimelineChanges:
             if self._lease.state.epoch == epoch:
                 present.hold(None)
                 begun = present.active is not None
-                head.revise(timeline, head.revision_changes if changes is None else changes, begun=begun)
+                head.revise(
+                    timeline, head.revision_changes if changes is None else changes, begun=begun
+                )
                 if begun and closed is not None:
                     present.take_up(closed, epoch)
                 self._context.wakes.everyone()

@@ -62,7 +62,10 @@ class RunView(NamedTuple):
 
     def seconds_until(self, sample_index: int) -> float | None:
         """When a sample index is committed at this rate, seconds from now; None where nothing is committed lately."""
-        left, rate = self.timeline.tokens_at(sample_index) - self.commit.total_tokens, self.tokens_per_s
+        left, rate = (
+            self.timeline.tokens_at(sample_index) - self.commit.total_tokens,
+            self.tokens_per_s,
+        )
         return round(max(0, left) / rate, 1) if rate > 0 else None
 
     def first_revisable(self, kept: int | None) -> int:
@@ -71,7 +74,9 @@ class RunView(NamedTuple):
         reports and ``kept`` end (None: unknown)."""
         generation, first = self.generation, self.generation.first_unproduced
         if generation.stands_still and kept is not None:
-            first = max(kept, self.commit.sample_index, *(rank.position for rank in generation.ranks))
+            first = max(
+                kept, self.commit.sample_index, *(rank.position for rank in generation.ranks)
+            )
         if self.pin is not None:
             first = max(first, self.pin.sample_index + 1)
         first += -first % self.timeline.at(first).config.pick_samples
@@ -80,5 +85,9 @@ class RunView(NamedTuple):
     def closed_by(self, sample_index: int) -> int:
         """The generation that a revision at a sample index closes, since samples after it may be produced; 0: none."""
         generation = self.generation
-        closes = generation.stands_still and not generation.closed and sample_index < generation.first_unproduced
+        closes = (
+            generation.stands_still
+            and not generation.closed
+            and sample_index < generation.first_unproduced
+        )
         return generation.number if closes else 0

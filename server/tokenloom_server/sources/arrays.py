@@ -13,12 +13,16 @@ import pyarrow.compute as pc
 
 def is_text(kind: pa.DataType) -> bool:
     """Whether a type is one of Arrow's layouts of text."""
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+    return bool(
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
 
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether a type is one of lists, but for views of lists."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
 
 
 def plain(array: pa.Array) -> pa.Array:
@@ -26,7 +30,11 @@ def plain(array: pa.Array) -> pa.Array:
     kind = array.type
     if pa.types.is_dictionary(kind):
         # Arrow takes no values out of views.
-        return plain(pa.DictionaryArray.from_arrays(array.indices, plain(array.dictionary)).dictionary_decode())
+        return plain(
+            pa.DictionaryArray.from_arrays(
+                array.indices, plain(array.dictionary)
+            ).dictionary_decode()
+        )
     if pa.types.is_string_view(kind):
         return array.cast(pa.large_string())
     return array.cast(pa.large_binary()) if pa.types.is_binary_view(kind) else array
@@ -43,13 +51,17 @@ def numbers(array: pa.Array) -> npt.NDArray[Any]:
 
 def from_numbers(values: npt.NDArray[Any]) -> pa.Array:
     """An Arrow array of integers, not copied."""
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)], 0)
+    return pa.Array.from_buffers(
+        pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)], 0
+    )
 
 
 def lists(begins: npt.NDArray[np.signedinteger[Any]], items: pa.Array) -> pa.Array:
     """Lists of items without nulls: list i lies between ``begins`` i and i + 1 (int32, or int64: large lists)."""
     kind = pa.list_(items.type) if begins.dtype == np.int32 else pa.large_list(items.type)
-    return pa.Array.from_buffers(kind, len(begins) - 1, [None, pa.py_buffer(begins)], 0, children=[items])
+    return pa.Array.from_buffers(
+        kind, len(begins) - 1, [None, pa.py_buffer(begins)], 0, children=[items]
+    )
 
 
 def strings(texts: list[str]) -> pa.LargeStringArray:
@@ -57,13 +69,17 @@ def strings(texts: list[str]) -> pa.LargeStringArray:
     encoded = [text.encode() for text in texts]
     begins = np.zeros(len(texts) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, encoded), np.int64, len(texts)), out=begins[1:])
-    return pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(begins), pa.py_buffer(b"".join(encoded)))
+    return pa.LargeStringArray.from_buffers(
+        len(texts), pa.py_buffer(begins), pa.py_buffer(b"".join(encoded))
+    )
 
 
 def scalar(value: bytes) -> pa.LargeBinaryScalar:
     """Bytes as Arrow's scalar."""
     offsets = np.array([0, len(value)], np.int64)
-    return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(value)], 0)[0]
+    return pa.Array.from_buffers(
+        pa.large_binary(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(value)], 0
+    )[0]
 
 
 def offsets(array: pa.Array) -> npt.NDArray[Any]:
@@ -72,11 +88,17 @@ def offsets(array: pa.Array) -> npt.NDArray[Any]:
     if buffer is None or buffer.size == 0:
         return np.zeros(len(array) + 1, np.int64)
     end = array.offset + len(array) + 1
-    return np.frombuffer(buffer, np.int64 if _is_large(array.type) else np.int32, count=end)[array.offset :]
+    return np.frombuffer(buffer, np.int64 if _is_large(array.type) else np.int32, count=end)[
+        array.offset :
+    ]
 
 
 def _is_large(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_large_string(kind) or pa.types.is_large_binary(kind) or pa.types.is_large_list(kind))
+    return bool(
+        pa.types.is_large_string(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_large_list(kind)
+    )
 
 
 def filled(array: pa.Array) -> pa.Array:
@@ -96,7 +118,9 @@ def flags(array: pa.Array) -> npt.NDArray[np.bool_]:
     buffer = array.buffers()[1]
     if buffer is None or not len(array):
         return np.zeros(len(array), np.bool_)
-    bits = np.unpackbits(np.frombuffer(buffer, np.uint8), count=array.offset + len(array), bitorder="little")
+    bits = np.unpackbits(
+        np.frombuffer(buffer, np.uint8), count=array.offset + len(array), bitorder="little"
+    )
     values: npt.NDArray[np.bool_] = bits[array.offset :].view(np.bool_)
     return values
 
@@ -107,8 +131,14 @@ def blanked(array: pa.Array, keep: npt.NDArray[np.bool_]) -> pa.Array:
     if array.null_count:
         keep = keep & flags(array.is_valid())
     _, begins, *data = array.buffers()
-    begins = begins.slice(array.offset * width, (len(array) + 1) * width) if begins is not None else begins
+    begins = (
+        begins.slice(array.offset * width, (len(array) + 1) * width)
+        if begins is not None
+        else begins
+    )
     valid = pa.py_buffer(np.packbits(keep, bitorder="little"))
     if is_list(array.type):
-        return pa.Array.from_buffers(array.type, len(array), [valid, begins], children=[array.values])
+        return pa.Array.from_buffers(
+            array.type, len(array), [valid, begins], children=[array.values]
+        )
     return pa.Array.from_buffers(array.type, len(array), [valid, begins, *data])

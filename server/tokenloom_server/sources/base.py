@@ -62,10 +62,16 @@ class Rows(NamedTuple):
 
     def cut(self, start: int, stop: int) -> Rows:
         """The rows from ``start`` to ``stop``, counted from the first."""
-        bad = tuple(BadRow(row.position - start, row.reason) for row in self.bad if start <= row.position < stop)
+        bad = tuple(
+            BadRow(row.position - start, row.reason)
+            for row in self.bad
+            if start <= row.position < stop
+        )
         filtered = None if self.filtered is None else self.filtered[start:stop]
         sizes = None if self.sizes is None else self.sizes[start:stop]
-        return Rows(self.first_row + start, self.column.slice(start, stop - start), bad, filtered, sizes)
+        return Rows(
+            self.first_row + start, self.column.slice(start, stop - start), bad, filtered, sizes
+        )
 
 
 class Source(Protocol):

@@ -56,7 +56,11 @@ def blocks(source: Source, spec: Spec, base_dir: Path, index_dir: Path | None) -
         if files >= KEPT_FILES and not scheme_of(spec).splits_at_end_of_text
         else None
     )
-    path = index_dir / f"blocks-v{FORMAT}-{key}.npy" if index_dir is not None and key is not None else None
+    path = (
+        index_dir / f"blocks-v{FORMAT}-{key}.npy"
+        if index_dir is not None and key is not None
+        else None
+    )
 
     def build() -> RowIndex:
         edges_by_file = _of_each(source, source.blocks)
@@ -81,7 +85,9 @@ def _of_each(source: Source, ask: Callable[[int], _Out]) -> list[_Out]:
     ask = reported(ask, report, PROGRESS_S)
     if files < KEPT_FILES:
         return list(map(ask, range(files)))
-    return in_threads(ask, range(files), remote=any(is_remote(shard.path) for shard in source.shards))
+    return in_threads(
+        ask, range(files), remote=any(is_remote(shard.path) for shard in source.shards)
+    )
 
 
 def _key(spec: Spec, shards: tuple[Shard, ...], base_dir: Path) -> str | None:

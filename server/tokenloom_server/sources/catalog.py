@@ -23,7 +23,14 @@ from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 #: Schemes of single files: repositories of the Hub may hold such files, too.
 _FILES = (ParquetScheme(), JsonlScheme(), TxtScheme(), ArrowScheme())
 _MEGATRON = (MegatronScheme(), MegatronSamplesScheme())
-BUILT_IN: tuple[Scheme, ...] = (*_FILES, HubScheme(_FILES), *_MEGATRON, NpyScheme(), MdsScheme(), LitdataScheme())
+BUILT_IN: tuple[Scheme, ...] = (
+    *_FILES,
+    HubScheme(_FILES),
+    *_MEGATRON,
+    NpyScheme(),
+    MdsScheme(),
+    LitdataScheme(),
+)
 
 
 class SourceCatalog:
@@ -52,7 +59,9 @@ class SourceCatalog:
         scheme = self.schemes.get(name) if colon else None
         if scheme is None:
             reason = why_unknown(name) if colon else None
-            raise ConfigError(f"{source}: {reason or f'the scheme is {name!r}, expected one of {self.usages}'}")
+            raise ConfigError(
+                f"{source}: {reason or f'the scheme is {name!r}, expected one of {self.usages}'}"
+            )
         try:
             location, column = scheme.parse(rest)
         except ConfigError as error:

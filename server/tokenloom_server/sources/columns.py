@@ -65,10 +65,14 @@ def contents_of(schema: pa.Schema) -> dict[str, Content | None]:
 
 def is_any_list(kind: pa.DataType) -> bool:
     """Whether a type is one of lists."""
-    return bool(arrays.is_list(kind) or pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+    return bool(
+        arrays.is_list(kind) or pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
+    )
 
 
-def find(names_of: Callable[[Any], Mapping[str, Any] | None], within: Any, name: str) -> tuple[str, ...] | None:
+def find(
+    names_of: Callable[[Any], Mapping[str, Any] | None], within: Any, name: str
+) -> tuple[str, ...] | None:
     """Where a name leads: to a field of that name, or, dot by dot, to one within a field.
 
     ``names_of``: the fields of a structure by name; None for what is none.
@@ -126,12 +130,16 @@ def column_of(schema: pa.Schema, name: str, where: str) -> ColumnPath:
     try:
         names = schema.names
     except UnicodeDecodeError as error:
-        raise SourceError(f"{where} has a column whose name is not UTF-8 ({error.object!r}); it is damaged") from None
+        raise SourceError(
+            f"{where} has a column whose name is not UTF-8 ({error.object!r}); it is damaged"
+        ) from None
     path = find(_fields, schema, name)
     if path is None:
         raise SourceError(f"{where} has no column {name!r}; its columns are {', '.join(names)}")
     if names.count(path[0]) > 1:
-        raise SourceError(f"{where} has {names.count(path[0])} columns named {path[0]!r}; rename all but one")
+        raise SourceError(
+            f"{where} has {names.count(path[0])} columns named {path[0]!r}; rename all but one"
+        )
     kind = schema.field(path[0]).type
     for depth, field in enumerate(path[1:], 1):
         if pa.types.is_null(kind):
@@ -146,11 +154,17 @@ def check_schema(schema: pa.Schema, name: str, where: str, rules: RowRules) -> C
     Raises ``SourceError`` beginning with ``where`` when the column is missing, there twice, or of another type.
     """
     kind = column_of(schema, name, where).kind
-    content = Content.TEXT if rules.as_json or is_json(kind) else content_of(kind, is_mask=rules.is_mask)
+    content = (
+        Content.TEXT if rules.as_json or is_json(kind) else content_of(kind, is_mask=rules.is_mask)
+    )
     if content is None and not pa.types.is_null(plain_kind(kind)):
         others = [field.name for field in schema if content_of(field.type) is not None]
         hint = f"; columns of such a type: {', '.join(others)}" if others else ""
-        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        if (
+            pa.types.is_binary(kind)
+            or pa.types.is_large_binary(kind)
+            or pa.types.is_binary_view(kind)
+        ):
             hint = f"; where its bytes are UTF-8, write it as a string column{hint}"
         raise SourceError(f"{where}: column {name!r} is of type {kind}, expected {EXPECTED}{hint}")
     return content
@@ -206,7 +220,9 @@ def _as_bytes(array: pa.Array) -> pa.Array:
     return array
 
 
-def decoded(array: pa.Array, first_row: int, where: str, *, damaged: bool) -> tuple[pa.Array, tuple[BadRow, ...]]:
+def decoded(
+    array: pa.Array, first_row: int, where: str, *, damaged: bool
+) -> tuple[pa.Array, tuple[BadRow, ...]]:
     """An array of a permitted type as (large_)string or (large_)list, with nulls in place of the rows that are bad.
 
     ``damaged``: what ``is_damaged`` said of it, or of what it was cut from.
@@ -234,7 +250,11 @@ def _not_utf8(array: pa.Array, first_row: int, where: str) -> tuple[BadRow, ...]
             (text.as_py() or b"").decode()
         except UnicodeDecodeError as error:
             reason = f"{error.reason}: byte 0x{error.object[error.start]:02x} at {error.start}"
-            bad_rows.append(BadRow(i, f"{where}: row {first_row + i} is damaged: its text is not UTF-8 ({reason})"))
+            bad_rows.append(
+                BadRow(
+                    i, f"{where}: row {first_row + i} is damaged: its text is not UTF-8 ({reason})"
+                )
+            )
     return tuple(bad_rows)
 
 
@@ -306,7 +326,11 @@ def joined(parts: Sequence[Rows]) -> Rows:
     arrow_arrays = [part.column for part in parts]
     # Narrow offsets could be too narrow for all of them.
     if is_text(arrow_arrays[0]) or len({array.type for array in arrow_arrays}) > 1:
-        wide = pa.large_string() if is_text(arrow_arrays[0]) else pa.large_list(arrow_arrays[0].type.value_type)
+        wide = (
+            pa.large_string()
+            if is_text(arrow_arrays[0])
+            else pa.large_list(arrow_arrays[0].type.value_type)
+        )
         arrow_arrays = [array.cast(wide) for array in arrow_arrays]
     begin, bad, out = 0, [], np.zeros(sum(map(len, arrow_arrays)), np.bool_)
     for part in parts:
@@ -314,10 +338,14 @@ def joined(parts: Sequence[Rows]) -> Rows:
         if part.filtered is not None:
             out[begin : begin + len(part.column)] = part.filtered
         begin += len(part.column)
-    return Rows(parts[0].first_row, pa.concat_arrays(arrow_arrays), tuple(bad), out if out.any() else None)
+    return Rows(
+        parts[0].first_row, pa.concat_arrays(arrow_arrays), tuple(bad), out if out.any() else None
+    )
 
 
-def joined_texts(read: Iterator[Rows], end: int | None, first_bytes: int, most_bytes: int) -> Iterator[Rows]:
+def joined_texts(
+    read: Iterator[Rows], end: int | None, first_bytes: int, most_bytes: int
+) -> Iterator[Rows]:
     """Rows that follow each other, up to row ``end``: texts of ``first_bytes`` at first as one, then of twice as much
     each time, up to ``most_bytes``; others as they are."""
     held: list[Rows] = []

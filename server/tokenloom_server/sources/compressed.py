@@ -68,7 +68,10 @@ class _Streams:
         parts, end = list[bytes](), self.position + length
         while self.position < end:
             if self._decoder.eof:
-                self._undecoded, self._decoder = self._decoder.unused_data, self._codec.new_decoder()
+                self._undecoded, self._decoder = (
+                    self._decoder.unused_data,
+                    self._codec.new_decoder(),
+                )
                 self._is_begun, self._zeros = False, 0
             if not self._undecoded and self._decoder.needs_input:
                 self._undecoded = bytes(self._compressed.read(CHUNK_BYTES))
@@ -133,7 +136,11 @@ def _stream(compressed: FileStream, codec: str) -> Any:
         return _Streams(compressed, _Codec(_GzipDecoder, zlib.error, b"\x1f", padding=1))
     if codec == "zstd":
         zstd = _zstd()
-        options = {zstd.DecompressionParameter.window_log_max: min(_memory_bytes(_ZSTD_MIB).bit_length() - 1, 31)}
+        options = {
+            zstd.DecompressionParameter.window_log_max: min(
+                _memory_bytes(_ZSTD_MIB).bit_length() - 1, 31
+            )
+        }
         new_decoder = partial(zstd.ZstdDecompressor, options=options)
         # With or without content.
         return _Streams(compressed, _Codec(new_decoder, zstd.ZstdError, b"\x28PQRSTUVWXYZ[\\]^_"))

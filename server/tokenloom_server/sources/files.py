@@ -55,10 +55,15 @@ _Out = TypeVar("_Out")
 
 def fingerprint_of(file: File) -> str:
     """A hash of a file's size, first 64 KiB and last 64 KiB; the modification time has no part in it."""
-    digest, is_small = xxhash.xxh3_128(file.size.to_bytes(8, "little")), file.size <= FINGERPRINT_BYTES
+    digest, is_small = (
+        xxhash.xxh3_128(file.size.to_bytes(8, "little")),
+        file.size <= FINGERPRINT_BYTES,
+    )
     head = file.read_at(0, FINGERPRINT_BYTES)
     digest.update(head)
-    digest.update(head if is_small else file.read_at(file.size - FINGERPRINT_BYTES, FINGERPRINT_BYTES))
+    digest.update(
+        head if is_small else file.read_at(file.size - FINGERPRINT_BYTES, FINGERPRINT_BYTES)
+    )
     return f"{HASH}:{digest.hexdigest()}"
 
 
@@ -68,7 +73,9 @@ def spot_digest(file: File, count: int) -> str:
     digest = xxhash.xxh3_128()
     for i in range(count):
         begin, end = file.size * i // count, file.size * (i + 1) // count
-        drawn = xxhash.xxh3_64_intdigest(b"%d %d %d" % (file.size, count, i)) % max(1, end - begin - SPOT_BYTES + 1)
+        drawn = xxhash.xxh3_64_intdigest(b"%d %d %d" % (file.size, count, i)) % max(
+            1, end - begin - SPOT_BYTES + 1
+        )
         digest.update(file.read_at(begin + drawn, min(SPOT_BYTES, end - begin)))
     return f"{count}:{digest.hexdigest()}"
 
@@ -79,7 +86,9 @@ def with_spots(shards: Sequence[Shard], base_dir: Path, sources: int) -> tuple[S
     most = max(1, min(SPOTS, ALL_SPOTS // max(1, len(shards) * sources)))
 
     def spotted(shard: Shard) -> Shard:
-        is_large = shard.size > 2 * FINGERPRINT_BYTES and _is_hashed(shard) and not is_remote(shard.path)
+        is_large = (
+            shard.size > 2 * FINGERPRINT_BYTES and _is_hashed(shard) and not is_remote(shard.path)
+        )
         if not is_large or not (base_dir / shard.path).is_file():
             return shard  # a plugin's shards may be something else than files
         with LocalFile(base_dir / shard.path, shard.path) as file:
@@ -130,7 +139,9 @@ def shard_at(spec: Spec, entry: Entry) -> Shard:
 def refuse_pointer(file: File) -> None:
     """Raises ``SourceError`` for a file that only points to data, as Git has it in their place until they are asked
     for."""
-    if file.size <= pointers.POINTER_BYTES and (fault := pointers.fault_of(bytes(file.read_at(0, file.size)))):
+    if file.size <= pointers.POINTER_BYTES and (
+        fault := pointers.fault_of(bytes(file.read_at(0, file.size)))
+    ):
         raise SourceError(f"{file.name} {fault}")
 
 
@@ -139,15 +150,21 @@ def gap_warning(source: str, shards: Iterable[Shard]) -> str:
     there: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     for path in (shard.path for shard in shards):
         for number in _IN_SERIES.finditer(path):
-            kind, end = ("folders", "/") if "/" in path[number.end() :] else ("files", Path(path).suffix)
+            kind, end = (
+                ("folders", "/") if "/" in path[number.end() :] else ("files", Path(path).suffix)
+            )
             name = f"{kind} {f'{path[: number.start()]}…{number[2]}{end}'!r}"
             there[name, int(number[3])].add(int(number[1]))
     gaps = {key: key[1] - len(numbers) for key, numbers in there.items() if len(numbers) < key[1]}
-    listed = ", ".join(f"{missing:,} of the {total:,} {name}" for (name, total), missing in gaps.items())
+    listed = ", ".join(
+        f"{missing:,} of the {total:,} {name}" for (name, total), missing in gaps.items()
+    )
     return listed and f"source {source!r}: {listed[:500]} are not there; the others are read"
 
 
-def in_threads(work: Callable[[_In], _Out], items: Iterable[_In], *, remote: bool = False) -> list[_Out]:
+def in_threads(
+    work: Callable[[_In], _Out], items: Iterable[_In], *, remote: bool = False
+) -> list[_Out]:
     """``map`` over some threads; results, and the error that is raised, follow the order of the items. ``remote``: for
     each a network is waited for."""
     items, count = list(items), REMOTE_THREADS if remote else FILE_THREADS
@@ -177,7 +194,9 @@ def difference(shard: Shard, base_dir: Path, listed: Entry | None = None) -> str
             if fault is not None or not _is_hashed(shard):
                 return fault
         with open_file(shard.path, base_dir) as file:
-            return _sizes_differ(shard, file.size) or _fingerprints_differ(shard, fingerprint_of(file))
+            return _sizes_differ(shard, file.size) or _fingerprints_differ(
+                shard, fingerprint_of(file)
+            )
     except (FileNotFoundError, NotADirectoryError):
         return _missing(shard, base_dir)
     except OSError as error:
@@ -213,10 +232,14 @@ def refused(where: str, error: Exception) -> StorageError | None:
         return None
     said, remedy = os.strerror(error.errno), "look at the disk or mount"
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        remedy = "this process may not open as many: raise the limit (ulimit -n), or name fewer sources"
+        remedy = (
+            "this process may not open as many: raise the limit (ulimit -n), or name fewer sources"
+        )
     if isinstance(error, PermissionError):
         said, remedy = reason(error), "let this process read it"
-    return StorageError(f"{where} cannot be read ({said}); {remedy}, and start again: nothing is lost")
+    return StorageError(
+        f"{where} cannot be read ({said}); {remedy}, and start again: nothing is lost"
+    )
 
 
 def unreadable(where: str, kind: str, error: Exception, place: str = "") -> TokenloomError:
@@ -246,7 +269,9 @@ def open_shard(spec: Spec, shard: Shard, base_dir: Path, io_stats: IoStats | Non
     try:
         file = open_file(shard.path, base_dir, where(spec, shard), io_stats)
     except (FileNotFoundError, NotADirectoryError):
-        raise SourceChanged(f"source {str(spec)!r}: {_missing(shard, base_dir)}; {REMEDY}") from None
+        raise SourceChanged(
+            f"source {str(spec)!r}: {_missing(shard, base_dir)}; {REMEDY}"
+        ) from None
     except OSError as error:
         raise refused(where(spec, shard), error) or error from None
     fault = _sizes_differ(shard, file.size)
@@ -265,7 +290,10 @@ def _written_since(shard: Shard, file: LocalFile, io_stats: IoStats) -> str | No
     beginning compares all files."""
     name, modified, recorded = file.path, file.modified_ns, int(shard.spots.partition(":")[0] or 0)
     # Files in the Hub's cache have another kind of fingerprint, and never change.
-    if not _is_hashed(shard) or io_stats.modified.setdefault(name, recorded or modified) == modified:
+    if (
+        not _is_hashed(shard)
+        or io_stats.modified.setdefault(name, recorded or modified) == modified
+    ):
         return None
     fault = _fingerprints_differ(shard, fingerprint_of(file)) or spots_differ(shard, file)
     if fault is None:

@@ -41,7 +41,9 @@ class FlatIds:
     def rows(self, edges: npt.NDArray[np.int64]) -> pa.Array:
         """Lists of ids: row i lies between the positions ``edges[i]`` and ``edges[i + 1]``; not copied."""
         first, stop = int(edges[0]), int(edges[-1])
-        ids = pa.Array.from_buffers(pa.from_numpy_dtype(self.kind), stop - first, [None, self._buffer(first, stop)], 0)
+        ids = pa.Array.from_buffers(
+            pa.from_numpy_dtype(self.kind), stop - first, [None, self._buffer(first, stop)], 0
+        )
         return arrays.lists(np.subtract(edges, first), ids)
 
     def _buffer(self, first: int, stop: int) -> pa.Buffer:

@@ -64,7 +64,9 @@ class IndexedFolderScheme(Scheme):
     index: ClassVar[type[Index]]
 
     @abstractmethod
-    def open_files(self, request: ReadRequest, index: Index, listed: Sequence[ListedFile]) -> Source:
+    def open_files(
+        self, request: ReadRequest, index: Index, listed: Sequence[ListedFile]
+    ) -> Source:
         """As ``open``; ``listed``: what the index says of each file, of the first, which is the index, that it has no
         row."""
 
@@ -103,38 +105,54 @@ class IndexedFolderScheme(Scheme):
         return self._paths(spec, base_dir, IoStats(), lambda path: is_named(base_dir / path))
 
     def remote_entries(self, spec: Spec, io_stats: IoStats) -> Sequence[Entry]:
-        entries = {entry.path: entry for entry in listing.find(f"{spec.location.rstrip('/')}/**", io_stats)}
+        entries = {
+            entry.path: entry for entry in listing.find(f"{spec.location.rstrip('/')}/**", io_stats)
+        }
         return [entries[path] for path in self._paths(spec, Path(), io_stats, entries.__contains__)]
 
-    def _paths(self, spec: Spec, base_dir: Path, io_stats: IoStats, is_there: Callable[[str], bool]) -> tuple[str, ...]:
+    def _paths(
+        self, spec: Spec, base_dir: Path, io_stats: IoStats, is_there: Callable[[str], bool]
+    ) -> tuple[str, ...]:
         """The index, and the files in its order."""
         folder, where = spec.location.rstrip("/"), f"source {str(spec)!r}"
         paths = [f"{folder}/{INDEX}"]
         if not is_there(paths[0]):
             seen = "" if spec.is_remote else f"; {nearest_folder(base_dir / paths[0])}"
-            raise SourceError(f"{where}: there is no {paths[0]!r}; give the folder that has the {INDEX}{seen}")
+            raise SourceError(
+                f"{where}: there is no {paths[0]!r}; give the folder that has the {INDEX}{seen}"
+            )
         if not spec.is_remote and (fault := pointers.fault_at(base_dir / paths[0])):
             raise SourceError(f"{where}: {paths[0]!r} {fault}")
         with open_file(paths[0], base_dir, f"{where}: {paths[0]!r}", io_stats) as file:
             for forms in self._read_index(file).listed:
-                path = next((path for form in forms if is_there(path := f"{folder}/{form.name}")), None)
+                path = next(
+                    (path for form in forms if is_there(path := f"{folder}/{form.name}")), None
+                )
                 if path is None:
-                    raise SourceError(f"{file.name} lists {forms[-1].name!r}, which is missing; copy the folder whole")
+                    raise SourceError(
+                        f"{file.name} lists {forms[-1].name!r}, which is missing; copy the folder whole"
+                    )
                 paths.append(path)
         path, times = Counter(paths).most_common(1)[0]
         if times > 1:
-            raise SourceError(f"{file.name} lists {path!r} {times} times; write it again, with each file once")
+            raise SourceError(
+                f"{file.name} lists {path!r} {times} times; write it again, with each file once"
+            )
         return tuple(paths)
 
     def _read_index(self, file: File) -> Index:
         files.refuse_pointer(file)
         try:
             if file.size > MAX_INDEX_BYTES:
-                raise SourceError(f"{file.name} has {file.size} bytes, expected at most {MAX_INDEX_BYTES} of an index")
+                raise SourceError(
+                    f"{file.name} has {file.size} bytes, expected at most {MAX_INDEX_BYTES} of an index"
+                )
             return self.index.model_validate_json(bytes(file.read_at(0, file.size)), strict=True)
         except ValidationError as error:
             fault = error.errors()[0]
-            place = f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}"
+            place = (
+                f"{'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}"
+            )
             raise SourceError(
                 f"{file.name} is no index that {self.name} reads ({place}); write or copy it again"
             ) from None

@@ -130,7 +130,10 @@ class LinesSource(IndexedSource):
         entry = self._shards[shard]
         with self._open(entry) as file:
             # A line that begins before that byte is passed over.
-            return row, min(row + int(next(blocks_of(file, entry, self._rules, (0, row - 1))).ends[0]), entry.size)
+            return row, min(
+                row + int(next(blocks_of(file, entry, self._rules, (0, row - 1))).ends[0]),
+                entry.size,
+            )
 
     def bytes_of(self, shard: int, row: int, rows: int) -> int:
         """Bytes of so many of a shard's lines from one on, with their ends, at the cost of reading them: no index is
@@ -166,8 +169,14 @@ class LinesSource(IndexedSource):
                 return row_index.build(start, file.size, _line_ends(stream, head))
 
             # To read one back would take longer than to look through a file of one stride.
-            is_short = isinstance(file, LocalFile) and entry.size <= STRIDE_BYTES and codec_of(entry.path) is None
-            return row_index.cached(None if is_short else self._cache_path(shard, file, "lines"), entry.size, build)
+            is_short = (
+                isinstance(file, LocalFile)
+                and entry.size <= STRIDE_BYTES
+                and codec_of(entry.path) is None
+            )
+            return row_index.cached(
+                None if is_short else self._cache_path(shard, file, "lines"), entry.size, build
+            )
 
 
 def _line_ends(stream: FileStream | Decompressed, data: bytes) -> Iterator[RowEnds]:
@@ -184,7 +193,9 @@ def _line_ends(stream: FileStream | Decompressed, data: bytes) -> Iterator[RowEn
         data = bytes(stream.read(STRIDE_BYTES))
 
 
-def blocks_of(file: File, shard: Shard, rules: RowRules, position: tuple[int, int] | None = None) -> Iterator[Block]:
+def blocks_of(
+    file: File, shard: Shard, rules: RowRules, position: tuple[int, int] | None = None
+) -> Iterator[Block]:
     """Blocks of about ``BLOCK_BYTES`` from a known line ``(row, offset)`` on, or from the file's first line, as it
     must be of a compressed one. A line that is longer makes a block of its own. Raises ``SourceError``, also at one
     that is longer than the rules allow."""
@@ -206,7 +217,9 @@ def _blocks(
             raise SourceError(f"{name}: line {row + 1} has {rules.too_long}")
         rest = _held(stream, data[whole:]) if whole else data
         if whole:
-            data = b"".join((*line, data[:whole]))  # first: the memory of what was read is used again at once
+            data = b"".join(
+                (*line, data[:whole])
+            )  # first: the memory of what was read is used again at once
             block = _block(row, data)
             line, size = [], 0
             yield block

@@ -25,7 +25,9 @@ _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 def partitions(path: str) -> dict[str, str | None]:
     """What the names of folders say of all rows of a file, as Hive writes them: ``lang=en``."""
     named = (part.partition("=") for part in path.split("/")[:-1] if "=" in part)
-    return {unquote(key): None if value == _HIVE_NULL else unquote(value) for key, _, value in named}
+    return {
+        unquote(key): None if value == _HIVE_NULL else unquote(value) for key, _, value in named
+    }
 
 
 def matching_paths(spec: Spec, base_dir: Path) -> tuple[str, ...]:
@@ -49,7 +51,9 @@ def matching_files(pattern: str, base_dir: Path) -> tuple[str, ...]:
     """The files that a pattern matches, sorted."""
     # Not Path.glob, which takes no absolute pattern. A set, since ** can meet a file twice.
     matches = sorted(set(glob.glob(pattern, root_dir=base_dir, recursive=True)))  # noqa: PTH207
-    folders = {match[: match.rfind("/") + 1] for match in matches} if glob.has_magic(pattern) else set()
+    folders = (
+        {match[: match.rfind("/") + 1] for match in matches} if glob.has_magic(pattern) else set()
+    )
     # It passes over folders that may not be entered, and their data would be absent without a word.
     for above in filter(glob.has_magic, map(str, Path(pattern).parents)):
         for folder in glob.iglob(f"{above}/", root_dir=base_dir, recursive=True):  # noqa: PTH207
@@ -76,7 +80,9 @@ def matching_entries(url: str, io_stats: IoStats) -> Sequence[Entry]:
     return listing.find(url, io_stats) if glob.has_magic(url) else (stat(url, repr(url), io_stats),)
 
 
-def listed_entries(spec: Spec, find: Callable[[Spec, IoStats], Sequence[Entry]]) -> tuple[Entry, ...]:
+def listed_entries(
+    spec: Spec, find: Callable[[Spec, IoStats], Sequence[Entry]]
+) -> tuple[Entry, ...]:
     """What ``find`` finds of a remote source. Raises ``SourceError`` where that is nothing, and ``StorageError``."""
     where = f"source {str(spec)!r}"
     try:
@@ -116,7 +122,9 @@ def nearest_folder(path: Path) -> str:
 def listed_names(folder: Path) -> str:
     """For messages: what lies in a folder, the first ``LISTED_NAMES`` of it."""
     try:
-        names = sorted(escaped(entry.name) + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
+        names = sorted(
+            escaped(entry.name) + ("/" if entry.is_dir() else "") for entry in folder.iterdir()
+        )
     except OSError as error:
         return f"it cannot be listed: {reason(error)}"
     if not names:

@@ -84,7 +84,9 @@ class Manifest:
         try:
             format_number = document["format"]
             if format_number != FORMAT:
-                raise SourceError(f"the manifest has format {format_number!r}, but this server reads format {FORMAT}")
+                raise SourceError(
+                    f"the manifest has format {format_number!r}, but this server reads format {FORMAT}"
+                )
             return cls(
                 tuple(
                     SourceFiles(
@@ -102,7 +104,11 @@ class Manifest:
     @property
     def commits(self) -> Mapping[str, Sequence[str]]:
         """``commits_of`` each source on the Hub, by spec."""
-        return {source.spec: commits for source in self.sources if (commits := commits_of(source.shards))}
+        return {
+            source.spec: commits
+            for source in self.sources
+            if (commits := commits_of(source.shards))
+        }
 
     @property
     def digest(self) -> str:
@@ -126,7 +132,9 @@ def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
     specs = list(specs)
     finders = {spec.scheme.name: scheme_of(spec).finder() for spec in specs}
     remote = any(spec.is_remote for spec in specs)
-    shards = files.in_threads(lambda spec: finders[spec.scheme.name](spec, base_dir), specs, remote=remote)
+    shards = files.in_threads(
+        lambda spec: finders[spec.scheme.name](spec, base_dir), specs, remote=remote
+    )
     spotted = (files.with_spots(own, base_dir, len(specs)) for own in shards)
     sources = tuple(SourceFiles(str(spec), own) for spec, own in zip(specs, spotted, strict=True))
     return Manifest(sources, plugins_of(specs))
@@ -135,7 +143,9 @@ def build(specs: Iterable[Spec], base_dir: Path) -> Manifest:
 def plugins_of(specs: Iterable[Spec]) -> dict[str, Plugin]:
     """By scheme, the packages that bring the schemes of these specs, but for those of Tokenloom."""
     schemes = {spec.scheme.name: scheme_of(spec) for spec in specs}
-    return {name: scheme.plugin for name, scheme in sorted(schemes.items()) if scheme.plugin is not None}
+    return {
+        name: scheme.plugin for name, scheme in sorted(schemes.items()) if scheme.plugin is not None
+    }
 
 
 class Listings:
@@ -155,7 +165,9 @@ class Listings:
         if spec not in self._entries:
             parsed = self._schemes.spec(spec)
             try:
-                self._entries[spec] = {entry.path: entry for entry in scheme_of(parsed).entries(parsed)}
+                self._entries[spec] = {
+                    entry.path: entry for entry in scheme_of(parsed).entries(parsed)
+                }
             except StorageError:
                 raise
             except SourceError:
@@ -173,7 +185,9 @@ def plugins_from_json(document: Mapping[str, Any]) -> dict[str, Plugin]:
     return {name: Plugin(**plugin) for name, plugin in document.items()}
 
 
-def verify(manifest: Manifest, base_dir: Path, schemes: SourceSchemes, listings: Listings | None = None) -> None:
+def verify(
+    manifest: Manifest, base_dir: Path, schemes: SourceSchemes, listings: Listings | None = None
+) -> None:
     """Compares every file of the manifest with the one that is there now; files that it does not name are ignored.
 
     ``listings``: remote files are compared with these, instead of being asked for one by one.
@@ -185,18 +199,26 @@ def verify(manifest: Manifest, base_dir: Path, schemes: SourceSchemes, listings:
     shards = [(source.spec, shard) for source in manifest.sources for shard in source.shards]
     if listings is not None:
         files.in_threads(
-            listings.entries, [source.spec for source in manifest.sources if _is_listed(source)], remote=True
+            listings.entries,
+            [source.spec for source in manifest.sources if _is_listed(source)],
+            remote=True,
         )
 
     def difference(item: tuple[str, Shard]) -> str | None:
         spec, shard = item
         is_listed = is_remote(shard.path) and not is_hub(shard.path)
-        listed = listings.entries(spec).get(shard.path) if listings is not None and is_listed else None
+        listed = (
+            listings.entries(spec).get(shard.path) if listings is not None and is_listed else None
+        )
         return files.difference(shard, base_dir, listed)
 
     remote = any(is_remote(shard.path) for _, shard in shards)
     differences = files.in_threads(difference, shards, remote=remote)
-    changed = [(spec, text) for (spec, _), text in zip(shards, differences, strict=True) if text is not None]
+    changed = [
+        (spec, text)
+        for (spec, _), text in zip(shards, differences, strict=True)
+        if text is not None
+    ]
     if changed:
         spec, text = changed[0]
         more = f" ({len(changed) - 1} more files differ)" if len(changed) > 1 else ""
@@ -206,9 +228,17 @@ def verify(manifest: Manifest, base_dir: Path, schemes: SourceSchemes, listings:
 def verify_spots(manifest: Manifest, base_dir: Path, until: float) -> None:
     """Compares the spot digests of local files with what is there now, no longer than to that time of the monotonic
     clock. Raises ``SourceChanged`` naming the first file that differs."""
-    for spec, shard in [(source.spec, shard) for source in manifest.sources for shard in source.shards if shard.spots]:
+    for spec, shard in [
+        (source.spec, shard)
+        for source in manifest.sources
+        for shard in source.shards
+        if shard.spots
+    ]:
         if monotonic() > until:
-            _log.warning("time was up before all files were compared with their spots: %r was not", shard.path)
+            _log.warning(
+                "time was up before all files were compared with their spots: %r was not",
+                shard.path,
+            )
             return
         with suppress(OSError), LocalFile(base_dir / shard.path, shard.path) as file:
             if fault := files.spots_differ(shard, file):
@@ -220,7 +250,9 @@ def _refuse_other_plugins(manifest: Manifest, schemes: SourceSchemes) -> None:
         scheme = scheme_of(schemes.spec(name))
         recorded = manifest.plugins.get(scheme.name)
         if scheme.plugin != recorded:
-            actual, expected = (str(plugin or "Tokenloom itself") for plugin in (scheme.plugin, recorded))
+            actual, expected = (
+                str(plugin or "Tokenloom itself") for plugin in (scheme.plugin, recorded)
+            )
             raise SourceChanged(
                 f"source {name!r}: the scheme {scheme.name!r} comes from {actual}, but the run began with {expected}, "
                 "and other code may read other rows; install that again, or begin a new run under another name"
@@ -235,7 +267,11 @@ def appeared(manifest: Manifest, base_dir: Path, listings: Listings) -> tuple[st
             continue  # the run's commit has no more, and another one is not asked for
         known = {shard.path for shard in source.shards}
         try:
-            now = listings.entries(source.spec) if _is_listed(source) else listings.paths(source.spec, base_dir)
+            now = (
+                listings.entries(source.spec)
+                if _is_listed(source)
+                else listings.paths(source.spec, base_dir)
+            )
         except SourceError:
             continue  # that files are gone is for `verify` to say
         new += [path for path in now if path not in known]

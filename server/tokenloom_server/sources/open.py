@@ -65,4 +65,6 @@ def columns_of(scheme: Scheme, path: str, base_dir: Path) -> Mapping[str, Conten
             return scheme.columns(file, path)
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         shown = path if is_remote(path) else str(base_dir / path)
-        raise SourceError(f"{shown!r} cannot be read as {scheme.name} ({type(error).__name__}: {error})") from None
+        raise SourceError(
+            f"{shown!r} cannot be read as {scheme.name} ({type(error).__name__}: {error})"
+        ) from None

@@ -36,7 +36,9 @@ def load_plugins(names: Iterable[str], built_in: Iterable[str]) -> list[Scheme]:
     schemes = []
     for name in dict.fromkeys(names):
         if name in taken:
-            raise ConfigError(f"{OPTION}: {name!r} is a scheme of Tokenloom's own, which needs no plugin; leave it out")
+            raise ConfigError(
+                f"{OPTION}: {name!r} is a scheme of Tokenloom's own, which needs no plugin; leave it out"
+            )
         if name not in installed:
             raise ConfigError(
                 f"{OPTION}: no installed package brings the source scheme {name!r}; there is "

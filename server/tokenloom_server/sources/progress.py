@@ -11,7 +11,9 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
-def reported(work: Callable[[_In], _Out], report: Callable[[int], None], interval_s: float) -> Callable[[_In], _Out]:
+def reported(
+    work: Callable[[_In], _Out], report: Callable[[int], None], interval_s: float
+) -> Callable[[_In], _Out]:
     """The same work, to be done for many files in threads: ``report`` gets how many are done by now, after so many
     seconds and again after each further."""
     lock, done, next_report_s = threading.Lock(), 0, time.monotonic() + interval_s

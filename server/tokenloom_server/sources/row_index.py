@@ -101,7 +101,10 @@ class IndexedSource(ShardedSource):
         """Where an opened shard's index of some kind is kept; None: nowhere."""
         if self._index_dir is None:
             return None
-        return self._index_dir / f"{kind}-v{FORMAT}-{_cache_key(self._shards[shard], file)}{detail}.npy"
+        return (
+            self._index_dir
+            / f"{kind}-v{FORMAT}-{_cache_key(self._shards[shard], file)}{detail}.npy"
+        )
 
     def position(self, shard: int, row: int) -> tuple[int, int]:
         """``RowIndex.seek`` in a file. Raises ``SourceError`` where that has no such row."""
@@ -162,7 +165,9 @@ def _stored(path: Path, end: int) -> RowIndex | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
-        _log.warning("the cached index %s is not usable and is built again: %s", path, reason(error))
+        _log.warning(
+            "the cached index %s is not usable and is built again: %s", path, reason(error)
+        )
         return None
 
 

@@ -82,7 +82,10 @@ class Samples(NamedTuple):
     def lists(self, spans: Spans, kind: pa.DataType) -> pa.Array:
         """Values that are numbers of an Arrow type, one after the other, as large lists. Raises ``SourceError``."""
         size = kind.bit_width // 8
-        self.refuse(spans.lengths % size != 0, f"is no whole number of {kind} long; its ids are of another type")
+        self.refuse(
+            spans.lengths % size != 0,
+            f"is no whole number of {kind} long; its ids are of another type",
+        )
         together = self.values(spans, pa.large_binary())
         begins = arrays.offsets(together) // size
         numbers = [None, together.buffers()[2] or pa.py_buffer(b"")]
@@ -115,7 +118,9 @@ class Column(NamedTuple):
         if pa.types.is_large_list(self.kind):
             spans = spans if self.past_head is None else self.past_head(samples, spans)
             return samples.lists(spans, self.kind.value_type)
-        samples.refuse(spans.lengths != self.kind.bit_width // 8, f"has no {self.kind} under {self.name!r}")
+        samples.refuse(
+            spans.lengths != self.kind.bit_width // 8, f"has no {self.kind} under {self.name!r}"
+        )
         return samples.lists(spans, self.kind).values
 
 
@@ -163,18 +168,30 @@ class SampleSource(ShardedSource):
         where = self._where(self._shards[shard])
         for column in self._columns(shard):
             if column.name == self._spec.column and pa.types.is_large_binary(column.kind):
-                raise SourceError(f"{where}: column {column.name!r} is of {column.encoding!r}, {self.remedy}")
-        return self._selection(shard, pa.schema([(column.name, column.kind) for column in self._columns(shard)]))
+                raise SourceError(
+                    f"{where}: column {column.name!r} is of {column.encoding!r}, {self.remedy}"
+                )
+        return self._selection(
+            shard, pa.schema([(column.name, column.kind) for column in self._columns(shard)])
+        )
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
         self._check_row(shard, row, self.row_count(shard))
         if row == self.row_count(shard):
             return
-        columns, where, selection = self._columns(shard), self._where(self._shards[shard]), self._selected(shard)
+        columns, where, selection = (
+            self._columns(shard),
+            self._where(self._shards[shard]),
+            self._selected(shard),
+        )
         with self._open(self._shards[shard]) as file:
             for samples in self._samples(file, shard, row):
                 spans = zip(columns, self._spans(samples, columns), strict=True)
-                read = {one.name: one.decode(samples, own) for one, own in spans if one.name in selection.fields}
+                read = {
+                    one.name: one.decode(samples, own)
+                    for one, own in spans
+                    if one.name in selection.fields
+                }
                 yield from selection.rows(pa.RecordBatch.from_pydict(read), samples.first, where)
 
 
@@ -184,13 +201,17 @@ def read_compressed(file: File, codec: str, size: int) -> ReadAt:
     Raises ``SourceError`` where no such file becomes so large.
     """
     if size > FREE_BYTES + MAX_RATIO * file.size:
-        raise SourceError(f"{file.name} has {file.size} bytes, which cannot become the {size} that its index.json says")
+        raise SourceError(
+            f"{file.name} has {file.size} bytes, which cannot become the {size} that its index.json says"
+        )
     file.plan([Range(0, file.size)])
     stream, position = Decompressed(file, codec), 0
 
     def read_at(offset: int, length: int) -> bytes:
         nonlocal position
-        while position < offset and (passed := len(stream.read(min(offset - position, PASSED_BYTES)))):
+        while position < offset and (
+            passed := len(stream.read(min(offset - position, PASSED_BYTES)))
+        ):
             position += passed
         data = stream.read(length)
         position += len(data)
@@ -222,7 +243,9 @@ def offsets_of(read_at: ReadAt, sizes: Sequence[int], samples: int, where: str) 
     return offsets
 
 
-def read_samples(read_at: ReadAt, offsets: _Int64s, row: int, where: str, rules: RowRules) -> Iterator[Samples]:
+def read_samples(
+    read_at: ReadAt, offsets: _Int64s, row: int, where: str, rules: RowRules
+) -> Iterator[Samples]:
     """The samples of a file from ``row`` on, about ``CHUNK_BYTES`` at a time. Raises ``SourceError``."""
     while row < len(offsets) - 1:
         fits = int(np.searchsorted(offsets, offsets[row] + CHUNK_BYTES, "right")) - 1
@@ -232,6 +255,8 @@ def read_samples(read_at: ReadAt, offsets: _Int64s, row: int, where: str, rules:
             raise SourceError(f"{where}: row {row} has {size:,} bytes, {rules.too_long}")
         data = read_at(begin, size)
         if len(data) < size:
-            raise SourceError(f"{where} ends at byte {begin + len(data)}, expected {int(offsets[-1])} bytes; {DAMAGED}")
+            raise SourceError(
+                f"{where} ends at byte {begin + len(data)}, expected {int(offsets[-1])} bytes; {DAMAGED}"
+            )
         yield Samples(row, np.frombuffer(data, np.uint8), offsets[row : stop + 1] - begin, where)
         row = stop

@@ -119,9 +119,15 @@ class Scheme(ABC):
     def name_parts(self, location: str) -> list[str]:
         """The parts of a location that tell it from others, without wildcards and endings."""
         path = Path(location.partition("://")[2] or location)
-        last = path.name.removesuffix(ending_of(path.name)) if self.endings and not self.by_folder else path.name
+        last = (
+            path.name.removesuffix(ending_of(path.name))
+            if self.endings and not self.by_folder
+            else path.name
+        )
         names = [part for part in (*path.parts[:-1], last) if part not in ("/", ".", "..")]
-        return [name for part in names if (name := re.sub(r"\[[^]]*\]|[*?]", "", part).strip("-_. "))]
+        return [
+            name for part in names if (name := re.sub(r"\[[^]]*\]|[*?]", "", part).strip("-_. "))
+        ]
 
     # --- The files -----------------------------------------------------------------------------------------
 
@@ -139,13 +145,17 @@ class Scheme(ABC):
         """The files of a source, as they are now, in reading order. Raises ``SourceError`` where there is none."""
         return self.more_shards(spec, (), base_dir)
 
-    def more_shards(self, spec: Spec, known: tuple[Shard, ...], base_dir: Path) -> tuple[Shard, ...]:
+    def more_shards(
+        self, spec: Spec, known: tuple[Shard, ...], base_dir: Path
+    ) -> tuple[Shard, ...]:
         """The files that a source has by now beyond the ``known`` ones. Raises ``SourceError``."""
         known_paths = {shard.path for shard in known}
         if is_remote(spec.location):
             more = [entry for entry in self.entries(spec) if entry.path not in known_paths]
             return tuple(in_threads(lambda entry: shard_at(spec, entry), more, remote=True))
-        return shards_of(spec, [path for path in self.paths(spec, base_dir) if path not in known_paths], base_dir)
+        return shards_of(
+            spec, [path for path in self.paths(spec, base_dir) if path not in known_paths], base_dir
+        )
 
     def paths(self, spec: Spec, base_dir: Path) -> tuple[str, ...]:
         """The files of a source as the spec names them (relative stays relative), in reading order.
@@ -158,7 +168,9 @@ class Scheme(ABC):
             paths = self.local_paths(spec, base_dir)
         except (OSError, ValueError) as error:
             # A name that no file can have, or a folder that may not be looked into.
-            raise SourceError(f"source {str(spec)[:200]!r}: its files cannot be looked up ({reason(error)})") from None
+            raise SourceError(
+                f"source {str(spec)[:200]!r}: its files cannot be looked up ({reason(error)})"
+            ) from None
         locations.check_names(spec, paths)
         return paths
 
@@ -197,7 +209,11 @@ class Scheme(ABC):
         """Of the names of a folder's files, those that this scheme reads: what tells each from the others, and what
         follows that in a location. None for a scheme that is asked ``is_folder``."""
         endings = () if self.by_folder else self.all_endings
-        return {name: (name.removesuffix(ending), ending) for name in names if (ending := ending_of(name)) in endings}
+        return {
+            name: (name.removesuffix(ending), ending)
+            for name in names
+            if (ending := ending_of(name)) in endings
+        }
 
     def splits(self, text: str) -> Mapping[str, tuple[Shard, ...]]:
         """Of a data set that has a name and no folder, its files by the location of each split. Raises ``ConfigError``
@@ -228,7 +244,9 @@ class Scheme(ABC):
 
 def scheme_of(spec: Spec) -> Scheme:
     """The scheme of a spec, with all that it can do."""
-    assert isinstance(spec.scheme, Scheme), f"{spec.scheme.name}: its catalog was not made of schemes"
+    assert isinstance(spec.scheme, Scheme), (
+        f"{spec.scheme.name}: its catalog was not made of schemes"
+    )
     return spec.scheme
 
 

@@ -64,20 +64,32 @@ class Selection:
         self.column = column
         self.columns = by_name
         self._content = content
-        self._tests = [_test(each, by_name[each.column].kind, where) for each in rules.filter if each.column in by_name]
+        self._tests = [
+            _test(each, by_name[each.column].kind, where)
+            for each in rules.filter
+            if each.column in by_name
+        ]
         #: Whether a file's rows pass what is compared with its folders.
         self._may_pass = all(
-            _folder_passes(each, of_folders[each.column], where) for each in rules.filter if each.column not in by_name
+            _folder_passes(each, of_folders[each.column], where)
+            for each in rules.filter
+            if each.column not in by_name
         )
         #: Those whose values become JSON, but for text.
-        self._json = {name for name in (column, *rules.text_columns) if columns.is_json(by_name[name].kind)}
+        self._json = {
+            name for name in (column, *rules.text_columns) if columns.is_json(by_name[name].kind)
+        }
         self._json |= {*rules.text_columns} if rules.as_json else set()
         for name in rules.text_columns:
             kind = columns.plain_kind(by_name[name].kind)
             other = columns.is_any_list(kind) if rules.as_json else pa.types.is_integer(kind)
-            if not (arrays.is_text(kind) or columns.is_json(kind) or pa.types.is_null(kind) or other):
+            if not (
+                arrays.is_text(kind) or columns.is_json(kind) or pa.types.is_null(kind) or other
+            ):
                 expected = "lists (or their JSON as text)" if rules.as_json else "text or integers"
-                raise SourceError(f"{where}: template: column {name!r} is of type {kind}, expected {expected}")
+                raise SourceError(
+                    f"{where}: template: column {name!r} is of type {kind}, expected {expected}"
+                )
 
     @property
     def paths(self) -> list[str]:
@@ -90,29 +102,46 @@ class Selection:
         return list(dict.fromkeys(column.names[0] for column in self.columns.values()))
 
     def rows(
-        self, batch: pa.RecordBatch, first_row: int, where: str, *, valid: bool = False, bad: Sequence[BadRow] = ()
+        self,
+        batch: pa.RecordBatch,
+        first_row: int,
+        where: str,
+        *,
+        valid: bool = False,
+        bad: Sequence[BadRow] = (),
     ) -> Iterator[Rows]:
         """``Rows`` of a record batch, as ``columns.rows`` makes them of one column.
 
         Text that is not UTF-8 becomes bad rows. ``bad`` are known to be; the source's own column is null there.
         """
         try:
-            by_name = {name: self._values(name, column.of(batch)) for name, column in self.columns.items()}
+            by_name = {
+                name: self._values(name, column.of(batch)) for name, column in self.columns.items()
+            }
         except pa.ArrowException as error:
             raise SourceError(f"{where}: rows from {first_row} on are damaged: {error}") from None
         if self.rules.plain and bad:
-            yield from columns.pieces(Rows(first_row, columns.without_nulls(by_name[self.column]), tuple(bad)))
+            yield from columns.pieces(
+                Rows(first_row, columns.without_nulls(by_name[self.column]), tuple(bad))
+            )
             return
         if self.rules.plain and not columns.is_json(by_name[self.column].type):
             yield from columns.rows(by_name[self.column], first_row, where, valid=valid)
             return
-        damaged = {name: not valid and columns.is_damaged(array, first_row, where) for name, array in by_name.items()}
+        damaged = {
+            name: not valid and columns.is_damaged(array, first_row, where)
+            for name, array in by_name.items()
+        }
         for start in range(0, len(by_name[self.column]), STEP_ROWS):
             part = {name: array.slice(start, STEP_ROWS) for name, array in by_name.items()}
-            known = Rows(first_row, by_name[self.column], tuple(bad)).cut(start, start + STEP_ROWS).bad
+            known = (
+                Rows(first_row, by_name[self.column], tuple(bad)).cut(start, start + STEP_ROWS).bad
+            )
             yield from columns.pieces(self._rows(part, first_row + start, where, damaged, known))
 
-    def rows_from(self, row: int, batch: pa.RecordBatch, first_row: int, where: str) -> Iterator[Rows]:
+    def rows_from(
+        self, row: int, batch: pa.RecordBatch, first_row: int, where: str
+    ) -> Iterator[Rows]:
         """``rows`` of what a batch has from ``row`` on; its own first is ``first_row``."""
         skipped = max(row - first_row, 0)
         if skipped < len(batch):
@@ -127,7 +156,9 @@ class Selection:
             is_ids = name == self.column and self._content is Content.IDS
             return pa.nulls(len(array), pa.list_(pa.int64()) if is_ids else pa.large_string())
         item = kind.value_type if columns.is_any_list(kind) else None
-        if item is not None and (pa.types.is_null(item) or (self.rules.is_mask and columns.is_truth(item))):
+        if item is not None and (
+            pa.types.is_null(item) or (self.rules.is_mask and columns.is_truth(item))
+        ):
             array.validate(full=True)
             items = array.flatten()
             if isinstance(item, pa.Bool8Type):
@@ -170,7 +201,10 @@ class Selection:
         if bad:
             column = columns.blanked(column, bad.values())
         return Rows(
-            first_row, columns.without_nulls(column), tuple(bad[position] for position in sorted(bad)), filtered
+            first_row,
+            columns.without_nulls(column),
+            tuple(bad[position] for position in sorted(bad)),
+            filtered,
         )
 
     def passing(self, by_name: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
@@ -189,7 +223,9 @@ class Selection:
         return arrays.blanked(joined, arrays.flags(own.is_valid())) if own.null_count else joined
 
 
-def _decoded(array: pa.Array, first_row: int, where: str, damaged: bool) -> tuple[pa.Array, Sequence[BadRow]]:
+def _decoded(
+    array: pa.Array, first_row: int, where: str, damaged: bool
+) -> tuple[pa.Array, Sequence[BadRow]]:
     if columns.content_of(array.type) is None:
         return arrays.plain(array), ()
     return columns.decoded(array, first_row, where, damaged=damaged)
@@ -209,7 +245,9 @@ def _as_text(array: pa.Array) -> pa.Array:
     return array if pa.types.is_large_string(array.type) else array.cast(pa.large_string())
 
 
-def _as_json(array: pa.Array, name: str, first_row: int, where: str) -> tuple[pa.Array, list[BadRow]]:
+def _as_json(
+    array: pa.Array, name: str, first_row: int, where: str
+) -> tuple[pa.Array, list[BadRow]]:
     """Values as JSON, and those that are none, for there is text in them that should be some."""
     values, bad, read = array.to_pylist(), [], _json_reader(array.type)
     texts = [""] * len(values)
@@ -219,7 +257,9 @@ def _as_json(array: pa.Array, name: str, first_row: int, where: str) -> tuple[pa
             text.encode()  # no half of a surrogate pair
             texts[i] = text
         except (ValueError, RecursionError) as error:
-            bad.append(BadRow(i, f"{where}: row {first_row + i}: the JSON in {name!r} is damaged: {error}"))
+            bad.append(
+                BadRow(i, f"{where}: row {first_row + i}: the JSON in {name!r} is damaged: {error}")
+            )
     return arrays.blanked(arrays.strings(texts), arrays.flags(array.is_valid())), bad
 
 
@@ -230,10 +270,14 @@ def _json_reader(kind: pa.DataType) -> Callable[[Any], Any]:
     if columns.is_any_list(kind) and (of_item := _json_reader(kind.value_type)) is not _same:
         return lambda values: values and [of_item(value) for value in values]
     fields = kind if pa.types.is_struct(kind) else ()
-    readers = {field.name: read for field in fields if (read := _json_reader(field.type)) is not _same}
+    readers = {
+        field.name: read for field in fields if (read := _json_reader(field.type)) is not _same
+    }
     if not readers:
         return _same
-    return lambda values: values and values | {name: read(values[name]) for name, read in readers.items()}
+    return lambda values: (
+        values and values | {name: read(values[name]) for name, read in readers.items()}
+    )
 
 
 def _same(value: Any) -> Any:
@@ -313,7 +357,9 @@ def _compared_as(comparison: Comparison, kind: pa.DataType) -> pa.DataType | Non
     if pa.types.is_integer(kind):
         # Exactly, where the constants are of the column's type; else as floating point, which says which is greater.
         least, most = (0, 2**kind.bit_width - 1) if "u" in str(kind) else _signed(kind.bit_width)
-        exact = all(isinstance(value, int) and least <= value <= most for value in comparison.values)
+        exact = all(
+            isinstance(value, int) and least <= value <= most for value in comparison.values
+        )
         return kind if exact else pa.float64()
     if pa.types.is_float16(kind):
         return pa.float32()
@@ -335,7 +381,9 @@ def _passes(test: _Test, array: pa.Array) -> npt.NDArray[np.bool_]:
         if pa.types.is_floating(array.type):
             # Arrow looks values up by their bits, but -0.0 equals 0, as it does for ==.
             array = pc.add(array, pa.scalar(0, array.type))
-        passing = arrays.flags(pc.call_function("is_in", [array], pc.SetLookupOptions(test.constants)))
+        passing = arrays.flags(
+            pc.call_function("is_in", [array], pc.SetLookupOptions(test.constants))
+        )
         passing = passing if operator == "in" else ~passing
     else:
         passing = arrays.flags(pc.call_function(_FUNCTIONS[operator], [array, test.constants[0]]))

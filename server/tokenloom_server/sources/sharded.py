@@ -88,7 +88,9 @@ class ShardedSource(ABC):
     def _check_row(self, shard: int, row: int, count: int) -> None:
         """Raises ``SourceError`` where a shard of ``count`` rows has no ``row`` to begin with."""
         if row > count:
-            raise SourceError(f"{self._where(self._shards[shard])} has {count} rows, but row {row} was asked for")
+            raise SourceError(
+                f"{self._where(self._shards[shard])} has {count} rows, but row {row} was asked for"
+            )
 
     def check(self, shard: int) -> object:
         """Raises ``SourceError`` where a file says itself what its columns hold, and these cannot be read."""
@@ -112,9 +114,13 @@ class ShardedSource(ABC):
         name, read = self._spec.column, self._rules.reads(self._spec.column)
         others = {*schema.names, name, *self._rules.text_columns}
         of_folders = {key: value for key, value in partitions.items() if key not in others}
-        by_name = {key: columns.column_of(schema, key, where) for key in read if key not in of_folders}
+        by_name = {
+            key: columns.column_of(schema, key, where) for key in read if key not in of_folders
+        }
         selection = Selection(self._rules, name, by_name, where, self._content, of_folders)
-        self._known_selection = (schema, partitions, selection) if self._content is not None else None
+        self._known_selection = (
+            (schema, partitions, selection) if self._content is not None else None
+        )
         return selection
 
     def _where(self, shard: Shard) -> str:

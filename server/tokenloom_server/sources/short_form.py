@@ -62,14 +62,22 @@ def document(
     try:
         texts = shlex.split(mix)
     except ValueError as error:
-        raise ConfigError(f"{OPTION} {mix!r}: {error}; quote a path with spaces: \"'my data/*.txt':0.9\"") from None
+        raise ConfigError(
+            f"{OPTION} {mix!r}: {error}; quote a path with spaces: \"'my data/*.txt':0.9\""
+        ) from None
     if not texts:
-        raise ConfigError(f'{OPTION}: is empty; expected items such as "wiki/*.parquet:0.9 code.jsonl:0.1"')
+        raise ConfigError(
+            f'{OPTION}: is empty; expected items such as "wiki/*.parquet:0.9 code.jsonl:0.1"'
+        )
     edges = [edge for text in fields.pop("edges", None) or () for edge in text.split(",")]
-    batching = {"bucket_by": fields.pop("bucket_by", None), "edges": [int(e) if e.isdigit() else e for e in edges]}
+    batching = {
+        "bucket_by": fields.pop("bucket_by", None),
+        "edges": [int(e) if e.isdigit() else e for e in edges],
+    }
     fields["batching"] = {name: value for name, value in batching.items() if value} or None
     items = [
-        _Reader(text, base_dir, catalog, roots, ALL_COLUMNS if fields["batching"] else "").read() for text in texts
+        _Reader(text, base_dir, catalog, roots, ALL_COLUMNS if fields["batching"] else "").read()
+        for text in texts
     ]
     _refuse_alike(items, base_dir)
     policy = fields.pop("policy", None) or "least_consumed"
@@ -92,13 +100,17 @@ def as_yaml(mixture: dict[str, Any]) -> str:
 class _Reader:
     """Reads one item."""
 
-    def __init__(self, text: str, base_dir: Path, catalog: SourceCatalog, roots: DataRoots, column: str) -> None:
+    def __init__(
+        self, text: str, base_dir: Path, catalog: SourceCatalog, roots: DataRoots, column: str
+    ) -> None:
         """``column``: what is read where the item names none; empty to find it."""
         self._text = text
         self._where = f"{OPTION} item {redacted(text)!r}"
         self._base_dir = base_dir
         self._catalog = catalog
-        self._by_ending = {end: scheme for end, scheme in catalog.endings.items() if not scheme.by_folder}
+        self._by_ending = {
+            end: scheme for end, scheme in catalog.endings.items() if not scheme.by_folder
+        }
         self._by_folder = catalog.endings.keys() - self._by_ending.keys()
         self._roots, self._default_column = roots, column
         # By URL: whether an item is one, or ends with a column or a weight, is asked several times.
@@ -119,14 +131,18 @@ class _Reader:
             path, _, column = head.rpartition("@")
             if not column or "/" in column or ":" in column or not self._matches(path):
                 self._refuse_missing(head, weight)
-        return self._item(self._spec(path if is_remote(path) else os.path.expanduser(path), column), weight)  # noqa: PTH111
+        return self._item(
+            self._spec(path if is_remote(path) else os.path.expanduser(path), column), weight
+        )
 
     def _item(self, spec: Spec, weight: float | None) -> _Item:
         self._roots.check_pattern(self._where, self._base_dir, spec.place)
         files = scheme_of(spec).paths(spec, self._base_dir)
         self._roots.check_paths(self._where, self._base_dir, files)
         if not spec.column:
-            spec = replace(spec, column=self._default_column or self._column(spec, files[0], weight))
+            spec = replace(
+                spec, column=self._default_column or self._column(spec, files[0], weight)
+            )
         return _Item(self._text, spec, weight, files)
 
     def _weight(self) -> tuple[str, float | None]:
@@ -170,7 +186,11 @@ class _Reader:
 
     def _refuse_missing(self, head: str, weight: float | None) -> None:
         before, colon, tail = head.rpartition(":")
-        if weight is None and colon and (self._matches(before) or self._matches(before.rpartition("@")[0])):
+        if (
+            weight is None
+            and colon
+            and (self._matches(before) or self._matches(before.rpartition("@")[0]))
+        ):
             raise ConfigError(
                 f"{self._where}: the weight is {tail!r}, expected a number above 0, as in "
                 f"{before}:0.9; to leave it out, drop the item"
@@ -189,7 +209,9 @@ class _Reader:
         if not folder.is_dir():
             files = [name for name in self._matches(path) if (self._base_dir / name).is_file()]
             if not files:
-                raise ConfigError(f"{self._where}: matches folders only; name each of them, or files in them")
+                raise ConfigError(
+                    f"{self._where}: matches folders only; name each of them, or files in them"
+                )
             return Spec(self._scheme(files), path, column)
         path = path.rstrip("/") or "/"
         for scheme in self._catalog.schemes.values():
@@ -199,9 +221,13 @@ class _Reader:
             except ConfigError as error:
                 raise ConfigError(f"{self._where}: {error}") from None
         for pattern in ("*", "**/*"):
-            matches = glob.glob(f"{glob.escape(path)}/{pattern}", root_dir=self._base_dir, recursive=True)  # noqa: PTH207
+            matches = glob.glob(
+                f"{glob.escape(path)}/{pattern}", root_dir=self._base_dir, recursive=True
+            )
             names_ = [
-                name for name in matches if ending_of(name) in self._by_ending and (self._base_dir / name).is_file()
+                name
+                for name in matches
+                if ending_of(name) in self._by_ending and (self._base_dir / name).is_file()
             ]
             if names_:
                 endings = sorted({ending_of(name) for name in names_})
@@ -210,7 +236,11 @@ class _Reader:
                         f"{self._where}: the folder holds files of several kinds ({', '.join(endings)}); name one: "
                         + ", ".join(f"{path}/{pattern}{ending}" for ending in endings)
                     )
-                return Spec(self._by_ending[endings[0]], f"{glob.escape(path)}/{pattern}{endings[0]}", column)
+                return Spec(
+                    self._by_ending[endings[0]],
+                    f"{glob.escape(path)}/{pattern}{endings[0]}",
+                    column,
+                )
         raise ConfigError(
             f"{self._where}: the folder holds no file that ends with {', '.join(self._by_ending)}, and is none that "
             "`save_to_disk` wrote"
@@ -241,7 +271,12 @@ class _Reader:
             meant = [*columns]
         if len(meant) == 1:
             return meant[0]
-        listed = ", ".join(f"{name} ({held.value if held else 'neither'})" for name, held in columns.items()) or "none"
+        listed = (
+            ", ".join(
+                f"{name} ({held.value if held else 'neither'})" for name, held in columns.items()
+            )
+            or "none"
+        )
         suffix = "" if weight is None else f":{weight:g}"
         raise ConfigError(
             f"{self._where}: which column is meant does not show, for {file!r} has "
@@ -280,7 +315,9 @@ def aliases(specs: Sequence[Spec]) -> list[str]:
         )
         names.append(alias)
     repeated = {alias for alias, times in Counter(names).items() if times > 1}
-    return [str(spec) if alias in repeated else alias for spec, alias in zip(specs, names, strict=True)]
+    return [
+        str(spec) if alias in repeated else alias for spec, alias in zip(specs, names, strict=True)
+    ]
 
 
 def _last(names: Sequence[str], depth: int) -> str:

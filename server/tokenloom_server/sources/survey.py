@@ -75,7 +75,9 @@ class _File:
 class Survey:
     """What was found below folders: ``candidates``, ``warnings``, and by path why something is ``left_out``."""
 
-    def __init__(self, base_dir: Path, catalog: SourceCatalog, choose: Callable[[Sequence[str], int], str]) -> None:
+    def __init__(
+        self, base_dir: Path, catalog: SourceCatalog, choose: Callable[[Sequence[str], int], str]
+    ) -> None:
         """Paths are relative to ``base_dir``, or absolute. ``choose``: which of some paths is meant, that may be the
         same data in several forms, as in so many other cases; may raise ``ConfigError``."""
         self.candidates: list[Candidate] = []
@@ -86,7 +88,9 @@ class Survey:
     def look_up(self, scheme: Scheme, text: str) -> None:
         """Takes in the splits of a data set by its name. Raises what the scheme's ``splits`` raises."""
         splits = scheme.splits(text)
-        to_evaluate = {location for location in splits if _EVALUATION.fullmatch(location.rpartition(":")[2])}
+        to_evaluate = {
+            location for location in splits if _EVALUATION.fullmatch(location.rpartition(":")[2])
+        }
         for location, shards in splits.items():
             if location in to_evaluate and len(to_evaluate) < len(splits):
                 self.left_out[location] = "a split to evaluate on"
@@ -109,11 +113,15 @@ class Survey:
                 files = list(self._walk("" if place == "." else place, ()))
         except OSError as error:
             path = error.filename or place
-            raise ConfigError(f"{path}: cannot be looked at ({reason(error)}); expected a folder of data") from None
+            raise ConfigError(
+                f"{path}: cannot be looked at ({reason(error)}); expected a folder of data"
+            ) from None
         files = self._in_one_form(files)
         to_train_on = [file for file in files if not file.is_to_evaluate_on] or files
         if len(to_train_on) < len(files):
-            self.left_out |= {file.path: "of a split to evaluate on" for file in files if file.is_to_evaluate_on}
+            self.left_out |= {
+                file.path: "of a split to evaluate on" for file in files if file.is_to_evaluate_on
+            }
         depth = len(commonprefix([file.folders for file in to_train_on]))
 
         def source(file: _File) -> object:
@@ -123,7 +131,9 @@ class Survey:
             return *names, *file.series[1:]
 
         for group in _grouped(to_train_on, source):
-            folder = next((_FOLDER_NUMBER.sub("", name) for name in group[0].folders[depth : depth + 1]), None)
+            folder = next(
+                (_FOLDER_NUMBER.sub("", name) for name in group[0].folders[depth : depth + 1]), None
+            )
             for part in _by_series(group) if folder is None else [group]:
                 self._add(part, folder)
 
@@ -139,7 +149,9 @@ class Survey:
                 meant = paths.index(self._choose(paths, len(groups) - 1))
                 for forms in groups:
                     others = {*forms} - {forms[meant]}
-                    self.left_out |= dict.fromkeys((file.path for file in others), f"the same as {forms[meant].path}")
+                    self.left_out |= dict.fromkeys(
+                        (file.path for file in others), f"the same as {forms[meant].path}"
+                    )
                     same |= others
         return [file for file in files if file not in same]
 
@@ -164,7 +176,9 @@ class Survey:
                 self.left_out[join(folder, entry.name)] = "no file"
         yield from self._readable(folder, folders, names)
 
-    def _readable(self, folder: str, folders: tuple[str, ...], names: Sequence[str]) -> Iterable[_File]:
+    def _readable(
+        self, folder: str, folders: tuple[str, ...], names: Sequence[str]
+    ) -> Iterable[_File]:
         """The files of a folder that a scheme reads."""
         data = [name for name in names if not _BESIDE_DATA.fullmatch(name)]
         files = {
@@ -202,8 +216,12 @@ class Survey:
         self.warnings += filter(None, [gap_warning(pattern, shards)])
         try:
             # A folder's index, or the first file that has anything.
-            columns = columns_of(scheme, max(matches, key=lambda path: sizes[path] > 0), self._base_dir)
-            self.candidates.append(Candidate(spec, len(sizes), sum(sizes.values()), columns, folder or ""))
+            columns = columns_of(
+                scheme, max(matches, key=lambda path: sizes[path] > 0), self._base_dir
+            )
+            self.candidates.append(
+                Candidate(spec, len(sizes), sum(sizes.values()), columns, folder or "")
+            )
         except SourceError as error:
             self.left_out[spec.location] = str(error)
 
@@ -236,4 +254,6 @@ def _patterns(files: Sequence[_File], is_folder: bool) -> list[str]:
     if len(stems) == 1:
         return [join(*folders, stems[0] + ending)]
     beginning = glob.escape(commonprefix(stems).rstrip("0123456789"))
-    return [join(folder, f"{name}*{ending}") for name in ("" if is_folder else beginning, beginning)]
+    return [
+        join(folder, f"{name}*{ending}") for name in ("" if is_folder else beginning, beginning)
+    ]

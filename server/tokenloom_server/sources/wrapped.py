@@ -92,7 +92,9 @@ class SourceWithLossMask(WrappedSource):
                 count += len(column)
             mask = held[0] if len(held) == 1 else pa.concat_arrays(held)
             yield rows._replace(
-                column=pa.StructArray.from_arrays([rows.column, mask.slice(0, wanted)], ["ids", "mask"])
+                column=pa.StructArray.from_arrays(
+                    [rows.column, mask.slice(0, wanted)], ["ids", "mask"]
+                )
             )
             count -= wanted
             held = [mask.slice(wanted)] if count else []

@@ -32,12 +32,17 @@ class FileStream:
         return pa.PythonFile(self, mode="r")
 
     def read(self, length: int = -1) -> bytes | memoryview:
-        data = self._file.read_at(self.position, self._file.size - self.position if length < 0 else length)
+        data = self._file.read_at(
+            self.position, self._file.size - self.position if length < 0 else length
+        )
         self.position += len(data)
         return data
 
     def seek(self, offset: int, origin: int = io.SEEK_SET) -> int:
-        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self._file.size}[origin]
+        self.position = (
+            offset
+            + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self._file.size}[origin]
+        )
         return self.position
 
     def tell(self) -> int:

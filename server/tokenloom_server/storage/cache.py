@@ -50,7 +50,9 @@ class BlockCache:
         #: Bytes of blocks that were here, and of those that were fetched.
         self.cached_bytes = self.fetched_bytes = 0
 
-    def read(self, identity: str, size: int, begin: int, end: int, fetch: Callable[[int, int], bytes]) -> bytes:
+    def read(
+        self, identity: str, size: int, begin: int, end: int, fetch: Callable[[int, int], bytes]
+    ) -> bytes:
         """Bytes [begin, end) of an object of ``size`` bytes; none where ``fetch``, which reads of it what is not here,
         gives another number of bytes than it is asked for. Raises what ``fetch`` raises."""
         name = xxhash.xxh3_128_hexdigest(identity.encode())
@@ -97,7 +99,9 @@ class BlockCache:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                _log.warning("%s: %s; what cannot be kept there is fetched each time", self._folder, error)
+                _log.warning(
+                    "%s: %s; what cannot be kept there is fetched each time", self._folder, error
+                )
 
     def _make_room(self, length: int) -> None:
         """Now and then removes the blocks that were not used for longest. ``length``: what was written just now."""
@@ -124,12 +128,16 @@ def block_cache() -> BlockCache | None:
     """This process's cache, as the environment has it; None where it has none. Raises ``ConfigError``."""
     folder, named_size = os.environ.get(FOLDER), os.environ.get(SIZE)
     if not folder and named_size:
-        raise ConfigError(f"--cache-size: is {named_size!r}, but there is no --cache; give it a folder")
+        raise ConfigError(
+            f"--cache-size: is {named_size!r}, but there is no --cache; give it a folder"
+        )
     if not folder:
         return None
     size = named_size or "100G"
     if not re.fullmatch(r"[1-9]\d*[MGT]", size):
-        raise ConfigError(f"--cache-size: found {size!r}, expected a whole number of M, G or T, such as 500G")
+        raise ConfigError(
+            f"--cache-size: found {size!r}, expected a whole number of M, G or T, such as 500G"
+        )
     return BlockCache(Path(folder), int(size[:-1]) * 1000 ** (2 + "MGT".index(size[-1])))
 
 

@@ -74,7 +74,10 @@ class Folder:
         of the content."""
         infos = self._ask("find", self.at(below), detail=True)
         begin = len(self._files._strip_protocol(self.place)) + 1
-        signed = {name: "" if self.is_local else entry_of(root(self.place), infos[name]).signature for name in infos}
+        signed = {
+            name: "" if self.is_local else entry_of(root(self.place), infos[name]).signature
+            for name in infos
+        }
         return {name[begin:]: (int(infos[name]["size"]), signed[name]) for name in sorted(infos)}
 
     @contextmanager
@@ -91,7 +94,10 @@ class Folder:
     def names(self) -> set[str]:
         """Of the files and folders that lie directly in it."""
         try:
-            return {name.rstrip("/").rpartition("/")[2] for name in self._ask("ls", self.place, detail=False)}
+            return {
+                name.rstrip("/").rpartition("/")[2]
+                for name in self._ask("ls", self.place, detail=False)
+            }
         except FileNotFoundError:
             return set()
 

@@ -34,7 +34,13 @@ _ANSWERS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, TokenloomE
 _FINAL = (*_ANSWERS, NotImplementedError, ImportError, TypeError, AttributeError)
 #: The same, of libraries that are not imported here.
 _FINAL_NAMES = frozenset(
-    {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidRegionError"}
+    {
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "ProfileNotFound",
+        "ParamValidationError",
+        "InvalidRegionError",
+    }
 )
 #: Statuses of HTTP that are no refusal: a request that took too long, and too many of them.
 _AGAIN_STATUSES = (408, 425, 429)
@@ -48,7 +54,9 @@ class HedgedRead(Generic[_T]):
     Each attempt has a thread of its own, which nobody waits for at the end of the process: storage may never answer.
     """
 
-    def __init__(self, work: Callable[[], _T], name: str, io_stats: IoStats, length: int = 0) -> None:
+    def __init__(
+        self, work: Callable[[], _T], name: str, io_stats: IoStats, length: int = 0
+    ) -> None:
         """``length``: bytes that are asked for."""
         self._work = work
         self._name = name
@@ -83,7 +91,9 @@ class HedgedRead(Generic[_T]):
                     wait.trouble = _said(error)
                     if not self._running:
                         # At least a part of the pause is chance: many who failed together do not come again together.
-                        next_at = monotonic() + max(pause * random.uniform(0.5, 1.0), _retry_after_s(error))
+                        next_at = monotonic() + max(
+                            pause * random.uniform(0.5, 1.0), _retry_after_s(error)
+                        )
                         pause = min(2 * pause, policy.longest_pause_s)
                     _log.log(
                         logging.DEBUG if wait.attempts == 1 else logging.WARNING,
@@ -147,11 +157,18 @@ def reason_of(error: Exception) -> Exception:
     """What an error is about. A library may raise ``FileNotFoundError`` for whatever fails, a connection even; it stays
     one where what it was raised for is none of storage's other answers, or of none."""
     cause: BaseException = error
-    while isinstance(cause, FileNotFoundError) and (before := cause.__cause__ or cause.__context__) is not None:
+    while (
+        isinstance(cause, FileNotFoundError)
+        and (before := cause.__cause__ or cause.__context__) is not None
+    ):
         cause = before
     # Arrow says of a file of HDFS in words alone that there is none.
     is_gone = _status(cause) in _GONE_STATUSES or "does not exist" in str(cause)
-    if is_gone or isinstance(cause, FileNotFoundError | LookupError) or not isinstance(cause, Exception):
+    if (
+        is_gone
+        or isinstance(cause, FileNotFoundError | LookupError)
+        or not isinstance(cause, Exception)
+    ):
         return error
     return cause
 
@@ -184,7 +201,12 @@ def _status(error: BaseException) -> int | None:
     if isinstance(response, dict):  # of botocore
         return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     # The last one is gcsfs's; aiohttp has it, too, and warns of it.
-    for holder, field in ((error, "status"), (response, "status_code"), (response, "status"), (error, "code")):
+    for holder, field in (
+        (error, "status"),
+        (response, "status_code"),
+        (response, "status"),
+        (error, "code"),
+    ):
         status = getattr(holder, field, None)
         if isinstance(status, int):
             return status

@@ -104,7 +104,9 @@ class IoStats:
         self.retry_policy = self.retry_policy._replace(total_s=seconds)
 
     @contextmanager
-    def waiting(self, name: str, *, at_once: bool = False, reason: WaitedFor = "storage") -> Iterator[Wait]:
+    def waiting(
+        self, name: str, *, at_once: bool = False, reason: WaitedFor = "storage"
+    ) -> Iterator[Wait]:
         """For as long as somebody waits for a file; ``name`` is how people know it."""
         wait = Wait(name, monotonic(), at_once=at_once, reason=reason)
         with self._lock:
@@ -123,7 +125,9 @@ class IoStats:
     def _longest(self) -> Wait | None:
         with self._lock:
             # Within a wait for the rows of a source lies the one for what answers them, which knows more.
-            return min(self._waits.values(), key=lambda wait: (wait.at_once, wait.since), default=None)
+            return min(
+                self._waits.values(), key=lambda wait: (wait.at_once, wait.since), default=None
+            )
 
     def overdue(self) -> str:
         """What to say of a read that nobody gives up and that lasts longer than others are waited for, if there is
@@ -149,8 +153,15 @@ class IoStats:
             return self.retry_policy.attempt_s
         with self._lock:
             known = self._took.get(length.bit_length())
-            usual = sorted(known)[len(known) * 95 // 100] if known is not None and len(known) >= _TELLING else 0.0
-        return min(max(self.retry_policy.hedge_s, self.retry_policy.hedge_factor * usual), self.retry_policy.attempt_s)
+            usual = (
+                sorted(known)[len(known) * 95 // 100]
+                if known is not None and len(known) >= _TELLING
+                else 0.0
+            )
+        return min(
+            max(self.retry_policy.hedge_s, self.retry_policy.hedge_factor * usual),
+            self.retry_policy.attempt_s,
+        )
 
     def reserve(self, length: int) -> bool:
         """Room for bytes that are read ahead; whether there is any. ``release`` gives it back."""

@@ -22,7 +22,9 @@ STATS_AT_ONCE = 16
 def find(pattern: str, io_stats: IoStats) -> tuple[Entry, ...]:
     """The files that a URL with wildcards matches, by their paths; as of local files, those below or with a name that
     begins with a dot only where the pattern has the dot. Raises what ``HedgedRead.result`` does."""
-    return tuple(entry for entry in _matching(pattern, io_stats) if not _is_hidden(entry.path, pattern))
+    return tuple(
+        entry for entry in _matching(pattern, io_stats) if not _is_hidden(entry.path, pattern)
+    )
 
 
 def _is_hidden(path: str, pattern: str) -> bool:
@@ -37,7 +39,9 @@ def _is_hidden(path: str, pattern: str) -> bool:
 
 def _matching(pattern: str, io_stats: IoStats) -> tuple[Entry, ...]:
     # Within a name, more stars are one, as in local patterns; fsspec takes none but ** alone.
-    pattern = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in pattern.split("/"))
+    pattern = "/".join(
+        part if part == "**" else re.sub(r"\*+", "*", part) for part in pattern.split("/")
+    )
     beginning = before_wildcards(pattern)
     above = beginning.rpartition("/")[0]
     depth = sys.maxsize if "**" in pattern else pattern.count("/") - above.count("/")
@@ -75,12 +79,17 @@ def _below(url: str, depth: int, io_stats: IoStats) -> Iterator[tuple[str, Mappi
         if info["type"] != "directory":
             yield name, info
         elif depth > 1:
-            yield from ((f"{name}/{path}", file) for path, file in _below(f"{url}/{name}", depth - 1, io_stats))
+            yield from (
+                (f"{name}/{path}", file)
+                for path, file in _below(f"{url}/{name}", depth - 1, io_stats)
+            )
 
 
 def _entries(url: str, infos: Iterable[Mapping[str, Any]], io_stats: IoStats) -> tuple[Entry, ...]:
     # Some stores list an empty object as the mark of a folder.
-    files = [info for info in infos if info.get("type") == "file" and not str(info["name"]).endswith("/")]
+    files = [
+        info for info in infos if info.get("type") == "file" and not str(info["name"]).endswith("/")
+    ]
 
     def entry(info: Mapping[str, Any]) -> Entry:
         if info.get("size") is not None:

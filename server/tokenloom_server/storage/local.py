@@ -41,7 +41,9 @@ class LocalFile(File):
         try:
             data = os.pread(self._descriptor, length, offset)
             # One read may return less than was asked for, on network file systems above all.
-            while len(data) < length and (more := os.pread(self._descriptor, length - len(data), offset + len(data))):
+            while len(data) < length and (
+                more := os.pread(self._descriptor, length - len(data), offset + len(data))
+            ):
                 data += more
         except OSError as error:
             raise StorageError(
@@ -63,7 +65,9 @@ class LocalFile(File):
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """A new file that takes the place of ``path`` whole or not at all, whoever else writes it. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:16]}-", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        dir=path.parent, prefix=f".{path.name[:16]}-", delete=False
+    ) as file:
         try:
             yield file
             file.flush()

@@ -21,5 +21,9 @@ def open_file(path: str, base_dir: Path, name: str = "", io_stats: IoStats | Non
     name = name or repr(path)
     if is_remote(path):
         cached = cached_copy(path)
-        return RemoteFile(path, name, io_stats or IoStats()) if cached is None else LocalFile(cached, name)
+        return (
+            RemoteFile(path, name, io_stats or IoStats())
+            if cached is None
+            else LocalFile(cached, name)
+        )
     return LocalFile(os.path.join(base_dir, path), name)  # noqa: PTH118  # a Path for each of many files costs more

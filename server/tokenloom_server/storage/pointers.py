@@ -9,7 +9,9 @@ from pathlib import Path
 POINTER_BYTES = 1024
 #: By the tool that brings what they point to, such files, and targets of links.
 _POINTERS = {
-    "git lfs pull": re.compile(rb"version https://git-lfs\.github\.com/spec/v1\r?\n([\w.-]+ \S+\r?\n)*size \d+\s*"),
+    "git lfs pull": re.compile(
+        rb"version https://git-lfs\.github\.com/spec/v1\r?\n([\w.-]+ \S+\r?\n)*size \d+\s*"
+    ),
     "git annex get": re.compile(rb"\S*/annex/objects/\S+\s*"),
 }
 

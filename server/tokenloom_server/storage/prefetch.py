@@ -32,7 +32,11 @@ class Prefetcher:
     """
 
     def __init__(
-        self, fetch: Callable[[int, int], HedgedRead[bytes]], size: int, ranges: Iterable[Range], io_stats: IoStats
+        self,
+        fetch: Callable[[int, int], HedgedRead[bytes]],
+        size: int,
+        ranges: Iterable[Range],
+        io_stats: IoStats,
     ) -> None:
         """``fetch`` begins to read from an offset, so many bytes; the file has ``size``."""
         self._fetch = fetch
@@ -51,7 +55,9 @@ class Prefetcher:
             return None
         if not self._blocks:
             self._fetch_ahead(begin)
-        passed = next((i for i, block in enumerate(self._blocks) if block.begin <= begin < block.end), None)
+        passed = next(
+            (i for i, block in enumerate(self._blocks) if block.begin <= begin < block.end), None
+        )
         if passed is None:
             return None
         for _ in range(passed):

@@ -23,9 +23,13 @@ NEAR_BYTES = 64 << 10
 REMEDY = "put the file back as it was, or begin a new run with another name"
 S3_PROTOCOLS = ("s3", "s3a")
 #: What to install, by protocol; others name their package themselves.
-_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"} | dict.fromkeys(
-    S3_PROTOCOLS, "tokenloom[s3]"
-)
+_PACKAGES = {
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+} | dict.fromkeys(S3_PROTOCOLS, "tokenloom[s3]")
 #: As many connections as there are threads that read; the library's own limit is ten. And it is to say soon what it
 #: met: who asks tries again, and says why.
 _S3_OPTIONS: Mapping[str, Any] = {
@@ -58,7 +62,9 @@ class Entry(NamedTuple):
 
     def signed(self, kind: str) -> str:
         """The signature of a kind (``etag`` of ``etag:…``), or an empty string."""
-        return next((signature for signature in self.signatures if signature.partition(":")[0] == kind), "")
+        return next(
+            (signature for signature in self.signatures if signature.partition(":")[0] == kind), ""
+        )
 
 
 @functools.cache
@@ -79,15 +85,23 @@ def filesystem(place: str) -> Any:
     options = _S3_OPTIONS if scheme in S3_PROTOCOLS else {}
     try:
         # fsspec would give one of before, with the credentials that there were.
-        opened, _ = fsspec.core.url_to_fs(place, use_listings_cache=False, skip_instance_cache=True, **options)
+        opened, _ = fsspec.core.url_to_fs(
+            place, use_listings_cache=False, skip_instance_cache=True, **options
+        )
     except ImportError as error:
-        raise ConfigError(f"{place}: to read such URLs, install {install} ({redacted(str(error))})") from None
+        raise ConfigError(
+            f"{place}: to read such URLs, install {install} ({redacted(str(error))})"
+        ) from None
     except ValueError as error:
-        raise ConfigError(f"{place}: this is storage that fsspec cannot read ({redacted(str(error))})") from None
+        raise ConfigError(
+            f"{place}: this is storage that fsspec cannot read ({redacted(str(error))})"
+        ) from None
     return opened
 
 
-def asked(place: str, ask: Callable[[Any], _T], name: str, io_stats: IoStats, length: int = 0) -> HedgedRead[_T]:
+def asked(
+    place: str, ask: Callable[[Any], _T], name: str, io_stats: IoStats, length: int = 0
+) -> HedgedRead[_T]:
     """What ``ask`` gets of a place's file system. A refusal counts only if it comes again with credentials that were
     read anew."""
 
@@ -99,7 +113,9 @@ def asked(place: str, ask: Callable[[Any], _T], name: str, io_stats: IoStats, le
             if is_refused(reason_of(error)):
                 return ask(_renewed(place, files))
             if not getattr(files, "async_impl", False):
-                _renewed(place, files)  # it holds one connection, of SSH for example, which may be gone
+                _renewed(
+                    place, files
+                )  # it holds one connection, of SSH for example, which may be gone
             raise
 
     return HedgedRead(attempt, name, io_stats, length)
@@ -128,7 +144,9 @@ def entry_of(place: str, info: Mapping[str, Any]) -> Entry:
         base = str(filesystem(place)._strip_protocol(place)).strip("/")
         name = f"{place}/{name.strip('/').removeprefix(base).lstrip('/')}"
     if info.get("size") is None:
-        raise SourceError(f"{name!r}: its storage does not say how long it is, so it cannot be read by ranges")
+        raise SourceError(
+            f"{name!r}: its storage does not say how long it is, so it cannot be read by ranges"
+        )
     return Entry(name, int(info["size"]), tuple(_signatures(info)))
 
 
@@ -141,7 +159,11 @@ def _signatures(info: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(value, datetime):
             value = value.timestamp()
         # An ETag comes in quotation marks, and a time as often with as without its fraction.
-        yield f"{kind}:{value:.6f}" if isinstance(value, float) else f"{kind}:{str(value).strip(chr(34))}"
+        yield (
+            f"{kind}:{value:.6f}"
+            if isinstance(value, float)
+            else f"{kind}:{str(value).strip(chr(34))}"
+        )
 
 
 def stat(url: str, name: str, io_stats: IoStats) -> Entry:
@@ -211,7 +233,13 @@ class RemoteFile(File):
         return memoryview(data)[offset - start : offset - start + length]
 
     def _fetch(self, offset: int, length: int) -> HedgedRead[bytes]:
-        return asked(root(self.url), lambda files: self._read(files, offset, length), self.name, self._io_stats, length)
+        return asked(
+            root(self.url),
+            lambda files: self._read(files, offset, length),
+            self.name,
+            self._io_stats,
+            length,
+        )
 
     def _read(self, files: Any, offset: int, length: int) -> bytes:
         cache = None if self._io_stats.sparing else block_cache()
@@ -242,7 +270,9 @@ class RemoteFile(File):
             self._open = opened
         # It knows the object's version at the opening, and requests that one alone.
         fetch: Callable[[int, int], bytes] | None = getattr(self._open.handle, "_fetch_range", None)
-        data: bytes = files.cat_file(self.url, start=begin, end=end) if fetch is None else fetch(begin, end)
+        data: bytes = (
+            files.cat_file(self.url, start=begin, end=end) if fetch is None else fetch(begin, end)
+        )
         return data
 
     def _refuse_changed(self, files: Any) -> None:
@@ -252,7 +282,9 @@ class RemoteFile(File):
             present = _entry_at(self.url, files.info(self.url))
         except Exception as error:
             if isinstance(reason_of(error), FileNotFoundError):
-                raise SourceChanged(f"{self.name} is missing: it was deleted while being read; {REMEDY}") from None
+                raise SourceChanged(
+                    f"{self.name} is missing: it was deleted while being read; {REMEDY}"
+                ) from None
             return  # storage answers nothing just now
         self._refuse_other(present)
 

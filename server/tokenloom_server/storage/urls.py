@@ -9,7 +9,18 @@ from tokenloom_server.errors import ConfigError
 #: What is not storage of its own, but a view of another one or of this machine's files.
 _INDIRECT = frozenset(
     {
-        *("file", "local", "dir", "filecache", "blockcache", "simplecache", "cached", "reference", "zip", "tar"),
+        *(
+            "file",
+            "local",
+            "dir",
+            "filecache",
+            "blockcache",
+            "simplecache",
+            "cached",
+            "reference",
+            "zip",
+            "tar",
+        ),
         *("libarchive", "data", "root", "generic"),
     }
 )

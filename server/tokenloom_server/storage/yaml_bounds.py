@@ -48,8 +48,16 @@ def _check_events(text: str) -> None:
             values += sizes.get(event.anchor, 0)
         line = event.start_mark.line + 1 if event.start_mark else 0
         if values > MAX_VALUES:
-            raise ValueError(f"line {line}: more than {MAX_VALUES:,} values, with those of each alias")
+            raise ValueError(
+                f"line {line}: more than {MAX_VALUES:,} values, with those of each alias"
+            )
         if len(open_collections) > MAX_DEPTH:
             raise ValueError(_too_deep(line))
-        if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_DIGITS and _NUMBER.fullmatch(event.value):
-            raise ValueError(f"line {line}: a number of {len(event.value):,} digits; expected at most {MAX_DIGITS:,}")
+        if (
+            isinstance(event, yaml.ScalarEvent)
+            and len(event.value) > MAX_DIGITS
+            and _NUMBER.fullmatch(event.value)
+        ):
+            raise ValueError(
+                f"line {line}: a number of {len(event.value):,} digits; expected at most {MAX_DIGITS:,}"
+            )

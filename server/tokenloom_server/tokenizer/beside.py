@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 #: The keys that name a special token everywhere, in transformers' order.
 NAMED = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_EXTRA, _ADDITIONAL, _DECODER = "extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"
+_EXTRA, _ADDITIONAL, _DECODER = (
+    "extra_special_tokens",
+    "additional_special_tokens",
+    "added_tokens_decoder",
+)
 #: What these may be, beside null, and how an error says it.
 _SHAPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
     _EXTRA: ("a list of tokens, or an object of tokens by name", (list, dict)),
@@ -44,7 +48,9 @@ class Completed(NamedTuple):
     """These, and those that the class names where no file does."""
 
 
-def complete(name: str, path: Path, content: str, document: dict[str, Any], plain: Tokenizer) -> Completed:
+def complete(
+    name: str, path: Path, content: str, document: dict[str, Any], plain: Tokenizer
+) -> Completed:
     """The tokeniser of a file in its folder; ``plain``: that of the file alone, which may be changed.
 
     Raises ``TokenizerError``, naming the file or the class, for what cannot be read, and for what would give other ids.
@@ -61,29 +67,42 @@ def complete(name: str, path: Path, content: str, document: dict[str, Any], plai
     try:
         named, extra, adding = _tokens(path, dict(config), document)
         special = (
-            dict.fromkeys(NAMED) | {key: _token(each) for key, each in described.get("tokens", {}).items()} | named
+            dict.fromkeys(NAMED)
+            | {key: _token(each) for key, each in described.get("tokens", {}).items()}
+            | named
         )
         special = {key: token for key, token in special.items() if token is not None}
-        for key, token in (*special.items(), *(("a further special token", each) for each in extra)):
+        for key, token in (
+            *special.items(),
+            *(("a further special token", each) for each in extra),
+        ):
             if not isinstance(token, str | AddedToken):
-                raise ValueError(f"{key} is {token!r}, expected text, or an object with content and __type")
+                raise ValueError(
+                    f"{key} is {token!r}, expected text, or an object with content and __type"
+                )
         texts = {key: str(token) for key, token in special.items()}
         before, tokenizer = _added_tokens(plain), plain
         if "forms" in described:
             form = classes.form(plain, document["model"])
             built = classes.built(described, config, form, texts.get("unk_token", ""))
             if not classes.same(form, built, document["model"]):
-                raise classes.refusal(name, class_name, "builds another normalizer, pre_tokenizer or model")
+                raise classes.refusal(
+                    name, class_name, "builds another normalizer, pre_tokenizer or model"
+                )
             tokenizer = Tokenizer.from_str(json.dumps({**document, "added_tokens": []}))
         known = {token["content"] for token in _added_tokens(tokenizer)} | set(map(str, adding))
         for token in (*special.values(), *extra):
             if str(token) not in known and token not in adding:
                 adding.append(token)
-        adding = [AddedToken(token, special=True) if isinstance(token, str) else token for token in adding]
+        adding = [
+            AddedToken(token, special=True) if isinstance(token, str) else token for token in adding
+        ]
         for token in adding:
             token.special = token.special or str(token) in texts.values()
         if described.get("resets"):
-            adding += [AddedToken(str(token), special=True) for token in (*special.values(), *extra)]
+            adding += [
+                AddedToken(str(token), special=True) for token in (*special.values(), *extra)
+            ]
         tokenizer.add_tokens(adding)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise TokenizerError(
@@ -125,12 +144,22 @@ def _tokens(
             for text, number in read(path, ADDED_FILE).items()
         }
         for token in document.get("added_tokens") or ():
-            added[token["id"]] = AddedToken(**{key: value for key, value in token.items() if key != "id"})
+            added[token["id"]] = AddedToken(
+                **{key: value for key, value in token.items() if key != "id"}
+            )
     extra = values.get(_ADDITIONAL) if extra is None else extra
     named = {key: _token(value) for key, value in values.items() if key.endswith("_token")} | own
     # Some models have such as image_token; add_bos_token is none.
-    named = {key: token for key, token in named.items() if key in NAMED or isinstance(token, str | AddedToken)}
-    return named, [_token(token) for token in extra or ()], [token for _, token in sorted(added.items())]
+    named = {
+        key: token
+        for key, token in named.items()
+        if key in NAMED or isinstance(token, str | AddedToken)
+    }
+    return (
+        named,
+        [_token(token) for token in extra or ()],
+        [token for _, token in sorted(added.items())],
+    )
 
 
 def _token(value: Any) -> Any:
@@ -157,7 +186,9 @@ def read(path: Path, beside: str) -> dict[str, Any]:
     try:
         value = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: cannot be read ({reason(error)}); expected JSON, mend it or remove it") from None
+        raise TokenizerError(
+            f"{path}: cannot be read ({reason(error)}); expected JSON, mend it or remove it"
+        ) from None
     _check(path, "what it holds", value, "an object", (dict,))
     for key, (expected, kinds) in _SHAPES.items():
         if value.get(key) is not None:
@@ -168,4 +199,6 @@ def read(path: Path, beside: str) -> dict[str, Any]:
 
 def _check(path: Path, what: str, value: object, expected: str, kinds: tuple[type, ...]) -> None:
     if not isinstance(value, kinds):
-        raise TokenizerError(f"{path}: {what} is {reprlib.repr(value)}; expected {expected}, mend it or remove it")
+        raise TokenizerError(
+            f"{path}: {what} is {reprlib.repr(value)}; expected {expected}, mend it or remove it"
+        )

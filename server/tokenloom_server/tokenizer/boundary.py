@@ -8,7 +8,9 @@ from tokenloom_server.tokenizer.definition import TokenizerDefinition, known_ids
 _LISTED_TOKENS = 24
 
 
-def end_of_text_id(definition: TokenizerDefinition | None, configured: int | None, *, needed: bool) -> int | None:
+def end_of_text_id(
+    definition: TokenizerDefinition | None, configured: int | None, *, needed: bool
+) -> int | None:
     """The id that ends a document, or None where there is none and it is not ``needed``.
 
     ``configured`` is the mixture file's ``end_of_text_id``. Raises ``TokenizerError``, listing the
@@ -17,7 +19,9 @@ def end_of_text_id(definition: TokenizerDefinition | None, configured: int | Non
     return _resolve(definition, configured, ("end_of_text_id", "add_eot", "eos_token"), needed)
 
 
-def begin_of_text_id(definition: TokenizerDefinition | None, configured: int | None, *, needed: bool) -> int | None:
+def begin_of_text_id(
+    definition: TokenizerDefinition | None, configured: int | None, *, needed: bool
+) -> int | None:
     """The id that begins a document; as ``end_of_text_id``."""
     return _resolve(definition, configured, ("begin_of_text_id", "add_bos", "bos_token"), needed)
 
@@ -43,7 +47,9 @@ def _resolve(
     field, option, config_key = words
     if configured is not None:
         if definition is not None and configured >= definition.vocab_size:
-            raise TokenizerError(f"{field}: {configured} is not below the vocabulary size {definition.vocab_size}")
+            raise TokenizerError(
+                f"{field}: {configured} is not below the vocabulary size {definition.vocab_size}"
+            )
         return configured
     if definition is None:
         fault = "there is no tokeniser to find it in"
@@ -57,12 +63,16 @@ def _resolve(
         fault = f"the tokeniser has {has or 'no special token by a known name'}"
     if not needed:
         return None
-    raise TokenizerError(f"{option} is on, but {fault}; set {field} in the mixture file{_special_tokens(definition)}")
+    raise TokenizerError(
+        f"{option} is on, but {fault}; set {field} in the mixture file{_special_tokens(definition)}"
+    )
 
 
 def _special_tokens(definition: TokenizerDefinition | None) -> str:
     if definition is None:
         return ""
-    special = [f"{token.content!r} = {token.id}" for token in definition.added_tokens if token.special]
+    special = [
+        f"{token.content!r} = {token.id}" for token in definition.added_tokens if token.special
+    ]
     more = ", …" if len(special) > _LISTED_TOKENS else ""
     return f" (special tokens of {definition.name!r}: {', '.join(special[:_LISTED_TOKENS]) or 'none'}{more})"

@@ -130,8 +130,12 @@ class ChatRenderer:
         try:
             self._template = environment.from_string(chat_template)
             blocks = list(environment.parse(chat_template).find_all(nodes.ExtensionAttribute))
-        except Exception as error:  # syntax errors, and whatever else a hostile text makes Jinja's parser raise
-            raise TokenizerError(f"tokenizer {name!r}: its chat template is no Jinja template ({error})") from None
+        except (
+            Exception
+        ) as error:  # syntax errors, and whatever else a hostile text makes Jinja's parser raise
+            raise TokenizerError(
+                f"tokenizer {name!r}: its chat template is no Jinja template ({error})"
+            ) from None
         self._variables = {**special_tokens, "documents": None, "add_generation_prompt": False}
         if not any(block.identifier == _Generation.identifier for block in blocks):
             raise TokenizerError(
@@ -157,8 +161,14 @@ class ChatRenderer:
         """
         messages, end = json.JSONDecoder().raw_decode(row.lstrip())
         tools = json.loads(row.lstrip()[end:].strip() or "null")
-        if not (messages and isinstance(messages, list) and all(isinstance(one, dict) for one in messages)):
-            raise ValueError("expected a list of messages, at least one, each an object with role and content")
+        if not (
+            messages
+            and isinstance(messages, list)
+            and all(isinstance(one, dict) for one in messages)
+        ):
+            raise ValueError(
+                "expected a list of messages, at least one, each an object with role and content"
+            )
         if not isinstance(tools, list | None):
             raise ValueError("expected a list of tools")
         written, parts = _Written(), list[str]()
@@ -180,10 +190,16 @@ class ChatRenderer:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """With the options of transformers, in their order: Jinja's own filter would escape what is special to HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> NoReturn:
@@ -203,7 +219,9 @@ def _refuse_unread(messages: Sequence[_Message], asked: Sequence[Mapping[str, bo
     """Raises ``ValueError`` for a message that has other keys than the template reads. What it skips by the role or the
     place of a message is its own decision."""
     if not any(asked):
-        raise ValueError("the chat template reads no message; expected one that writes what is in messages")
+        raise ValueError(
+            "the chat template reads no message; expected one that writes what is in messages"
+        )
     known = {key for keys in asked for key in keys} - {"role"}
     for number, (message, keys) in enumerate(zip(messages, asked, strict=True)):
         lacks = [key for key, is_there in keys.items() if not is_there]

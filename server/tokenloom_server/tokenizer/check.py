@@ -36,13 +36,17 @@ class Difference(NamedTuple):
 
 def first_difference(actual: Encoded, expected: Encoded) -> Difference | None:
     """Compares ids text by text; both have the same number of texts."""
-    if np.array_equal(actual.ends, expected.ends) and np.array_equal(actual.values, expected.values):
+    if np.array_equal(actual.ends, expected.ends) and np.array_equal(
+        actual.values, expected.values
+    ):
         return None
     for row in range(len(expected.ends)):
         ours, theirs = _row(actual, row), _row(expected, row)
         if ours != theirs:
             same = zip(ours, theirs, strict=False)
-            position = next((i for i, (a, b) in enumerate(same) if a != b), min(len(ours), len(theirs)))
+            position = next(
+                (i for i, (a, b) in enumerate(same) if a != b), min(len(ours), len(theirs))
+            )
             return Difference(row, position, ours, theirs)
     raise AssertionError("arrays differ, so a row must")
 
@@ -85,7 +89,9 @@ class CheckedEngine:
         begins = np.append(np.int64(0), encoded.ends[:-1])
         filled = np.flatnonzero(encoded.ends > begins)
         rows = filled[sampled(encoded.values, begins[filled], encoded.ends[filled], self._one_in)]
-        return [row for row in rows.tolist() if texts[row].as_buffer().size <= CHECKED_DOCUMENT_BYTES]
+        return [
+            row for row in rows.tolist() if texts[row].as_buffer().size <= CHECKED_DOCUMENT_BYTES
+        ]
 
 
 def sampled(values: Ids, begins: Ends, ends: Ends, one_in: int) -> npt.NDArray[np.bool_]:

@@ -77,8 +77,14 @@ def choose_engine(
         return EngineChoice(record, "its offsets say which tokens of a chat are the assistant's")
     rows = _sample(sample_rows)
     # The first rows warm both engines, the second half of the sample is timed.
-    parts = [part for part in (probes(definition), rows[: len(rows) // 2], rows[len(rows) // 2 :]) if part]
-    expected, slow = _timed(parts, cpu_clock_s, lambda part: ragged([reference.encode_one(text) for text in part]))
+    parts = [
+        part
+        for part in (probes(definition), rows[: len(rows) // 2], rows[len(rows) // 2 :])
+        if part
+    ]
+    expected, slow = _timed(
+        parts, cpu_clock_s, lambda part: ragged([reference.encode_one(text) for text in part])
+    )
     price = f"{slow:,.0f} tokens per CPU-second"
     try:
         engine = GigatokenEngine(definition, special_tokens_in_text)
@@ -90,7 +96,11 @@ def choose_engine(
         if difference is not None:
             excerpt = _excerpt(reference, part[difference.row], difference)
             why = f"gigatoken {engine.version} gives other ids for the text {excerpt} {difference.describe()}"
-            price = f"it costs {fast / slow:.1f} times the CPU time, at {price}" if slow else f"it makes {price}"
+            price = (
+                f"it costs {fast / slow:.1f} times the CPU time, at {price}"
+                if slow
+                else f"it makes {price}"
+            )
             return _fall_back(definition, reference, why, price, sample_rows)
     texts, tokens = sum(map(len, parts)), sum(len(result.values) for result in expected)
     reason = f"gigatoken equals tokenizers {reference.version} on {texts} texts ({tokens} tokens)"
@@ -121,7 +131,9 @@ def serving_engine(
         if version == "none":
             continue
         try:
-            difference = ids.first_difference(_ENGINES[name](definition, special_tokens_in_text), definition, rows)
+            difference = ids.first_difference(
+                _ENGINES[name](definition, special_tokens_in_text), definition, rows
+            )
         except TokenizerError as error:
             refused.append(f"{error}")
             continue
@@ -167,7 +179,9 @@ def load_engine(
 
 
 def other_engine(
-    definition: TokenizerDefinition, record: EngineRecord, special_tokens_in_text: SpecialTokensInText
+    definition: TokenizerDefinition,
+    record: EngineRecord,
+    special_tokens_in_text: SpecialTokensInText,
 ) -> Engine:
     """The engine that the run did not begin with, for a document at which its own crashes: on the run's own rows the
     two gave the same ids. Raises ``TokenizerError`` where that one cannot load the tokeniser."""
@@ -201,7 +215,11 @@ def _timed(
 
 
 def _fall_back(
-    definition: TokenizerDefinition, reference: TokenizersEngine, why: str, price: str, sample_rows: Sequence[pa.Array]
+    definition: TokenizerDefinition,
+    reference: TokenizersEngine,
+    why: str,
+    price: str,
+    sample_rows: Sequence[pa.Array],
 ) -> EngineChoice:
     why = "the fast engine, gigatoken, is not installed" if _faster(reference.name) else why
     reason = f"{why}; so tokenizers {reference.version} is used: {price}{_faster(reference.name)}"

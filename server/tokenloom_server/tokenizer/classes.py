@@ -25,7 +25,9 @@ _AS_IT_IS = "TokenizersBackend"
 
 @cache
 def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(Path(__file__).with_name("classes.json").read_text(encoding="utf-8"))
+    table: dict[str, Any] = json.loads(
+        Path(__file__).with_name("classes.json").read_text(encoding="utf-8")
+    )
     return table
 
 
@@ -38,7 +40,9 @@ def class_of(
     Raises ``TokenizerError`` for code in the folder, which nobody runs, and where it reads no ``tokenizer.json``.
     """
     table, kind = _table(), model.get("model_type")
-    named = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix("Fast")
+    named = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix(
+        "Fast"
+    )
     registered = table["models"].get(kind)
     is_mistaken = not {kind, model.get("model_name")}.isdisjoint(table["mistaken"])
     code, chosen = config.get("auto_map"), named or registered
@@ -57,7 +61,9 @@ def class_of(
     return chosen, described
 
 
-def built(described: Mapping[str, Any], config: Mapping[str, Any], found: Mapping[str, Any], unknown: str) -> Any:
+def built(
+    described: Mapping[str, Any], config: Mapping[str, Any], found: Mapping[str, Any], unknown: str
+) -> Any:
     """What a class builds in the place of the ``found`` form of a file, by a ``tokenizer_config.json`` and the content
     of its ``unk_token``."""
     # Whether the file has a map of characters is no field, but decides what is built, too.
@@ -72,8 +78,14 @@ def form(tokenizer: Tokenizer, model: Mapping[str, Any]) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     for part in ("normalizer", "pre_tokenizer"):
         component = getattr(tokenizer, part)
-        parts[part] = None if component is None else json.loads(component.__getstate__(), object_hook=_deciding)
-    plain = {key: value for key, value in model.items() if value not in (None, "") and value is not False}
+        parts[part] = (
+            None
+            if component is None
+            else json.loads(component.__getstate__(), object_hook=_deciding)
+        )
+    plain = {
+        key: value for key, value in model.items() if value not in (None, "") and value is not False
+    }
     plain |= {"type": type(tokenizer.model).__name__, "vocab": None, "merges": None}
     return {**parts, "model": plain}
 
@@ -104,4 +116,8 @@ def refusal(name: str, class_name: str, why: str) -> TokenizerError:
 
 def _deciding(component: dict[str, Any]) -> dict[str, Any]:
     """Without what is for offsets alone, and what classes take from the file."""
-    return {key: value for key, value in component.items() if key not in ("trim_offsets", "precompiled_charsmap")}
+    return {
+        key: value
+        for key, value in component.items()
+        if key not in ("trim_offsets", "precompiled_charsmap")
+    }

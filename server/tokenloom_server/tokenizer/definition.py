@@ -33,11 +33,27 @@ _BYTES_BEGIN_OF_TEXT = 257
 #: turn, which some files carry as well.
 KNOWN_NAMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "eos_token": (
-        ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|eos|>", "[EOS]"),
+        (
+            "<|endoftext|>",
+            "<|end_of_text|>",
+            "</s>",
+            "<eos>",
+            "<｜end▁of▁sentence｜>",
+            "<|eos|>",
+            "[EOS]",
+        ),
         ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
     ),
     "bos_token": (
-        ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>", "<|bos|>", "[BOS]"),
+        (
+            "<|begin_of_text|>",
+            "<|startoftext|>",
+            "<s>",
+            "<bos>",
+            "<｜begin▁of▁sentence｜>",
+            "<|bos|>",
+            "[BOS]",
+        ),
     ),
 }
 
@@ -90,20 +106,28 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
     """
     if name == BYTES_TOKENIZER:
         if chat:
-            raise TokenizerError("tokenizer 'bytes' has no chat template, which a source with template: chat needs")
+            raise TokenizerError(
+                "tokenizer 'bytes' has no chat template, which a source with template: chat needs"
+            )
         return _bytes_definition()
     path = tokenizer_file(name, base_dir)
     try:
         raw = read_file(path)
     except OSError as error:
-        raise TokenizerError(f"tokenizer {name!r}: {path} cannot be read ({reason(error)})") from None
+        raise TokenizerError(
+            f"tokenizer {name!r}: {path} cannot be read ({reason(error)})"
+        ) from None
     content, document = _parse(name, path, raw)
     _refuse_random(name, path, document.get("model"))
     reference = _reference(name, path, content)
     # A file of another name may stand beside a config that is not its own.
     is_named = path.name == TOKENIZER_FILE
     config = beside.read(path, CONFIG_FILE) if is_named else {}
-    whole = beside.complete(name, path, content, document, reference) if is_named else beside.Completed(reference)
+    whole = (
+        beside.complete(name, path, content, document, reference)
+        if is_named
+        else beside.Completed(reference)
+    )
     if whole.added_tokens is not None:
         content = json.dumps({**document, "added_tokens": whole.added_tokens})
     added = tuple(
@@ -115,7 +139,9 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
     template = _chat_template(name, path, config) if chat else None
     # The digest is what it was when tokenizer_config.json alone was read, where ids are what they were.
     before = _special_tokens(config)
-    own = {key for key, number in named_ids.items() if [*known_ids(added, key).values()] != [number]}
+    own = {
+        key for key, number in named_ids.items() if [*known_ids(added, key).values()] != [number]
+    }
     sealed = canonical({key: whole.named[key] for key in named_ids if key in before or key in own})
     if template is not None:
         used = {key: token for key, token in whole.special_tokens.items() if key in template}
@@ -201,7 +227,9 @@ def _vocabulary(name: str, path: Path, tokenizer: Any) -> tuple[dict[str, int], 
     """The id of each token, added ones included, and the greatest of them."""
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     if not vocabulary:
-        raise TokenizerError(f"tokenizer {name!r}: {path} has an empty vocabulary; train it, or name another")
+        raise TokenizerError(
+            f"tokenizer {name!r}: {path} has an empty vocabulary; train it, or name another"
+        )
     if (greatest := max(vocabulary.values())) >= MAX_VOCABULARY:
         raise TokenizerError(
             f"tokenizer {name!r}: {path} has the id {greatest}; expected at most {MAX_VOCABULARY - 1}, since "
@@ -224,7 +252,9 @@ def _text(path: Path) -> str:
     try:
         return read_file(path).decode()
     except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: cannot be read ({reason(error)}); mend it or remove it") from None
+        raise TokenizerError(
+            f"{path}: cannot be read ({reason(error)}); mend it or remove it"
+        ) from None
 
 
 def _chat_template(name: str, path: Path, config: dict[str, Any]) -> str:
@@ -245,5 +275,8 @@ def _chat_template(name: str, path: Path, config: dict[str, Any]) -> str:
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The tokens that a ``tokenizer_config.json`` names, by key."""
     tokens = {key: config.get(key) for key in beside.NAMED}
-    tokens = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
+    tokens = {
+        key: token.get("content") if isinstance(token, dict) else token
+        for key, token in tokens.items()
+    }
     return {key: token for key, token in tokens.items() if isinstance(token, str)}

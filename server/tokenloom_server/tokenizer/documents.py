@@ -43,7 +43,9 @@ class Encoder(Protocol):
 class Guard(Protocol):
     """Who encodes texts of which a process may die?"""
 
-    def encode(self, texts: pa.LargeStringArray, first_row: int, shard: int) -> tuple[Encoded, Sequence[BadRow]]:
+    def encode(
+        self, texts: pa.LargeStringArray, first_row: int, shard: int
+    ) -> tuple[Encoded, Sequence[BadRow]]:
         """Their ids, and those that have none since every engine crashes at them. Raises ``TokenizerError``."""
 
 
@@ -95,21 +97,29 @@ class DocumentEncoder:
         elif _is_id_list(column.type):
             encoded, crashed = _flattened(column, first_row), ()
         else:
-            raise TokenizerError(f"a column of {column.type} has no tokens; expected text, or lists of integer ids")
+            raise TokenizerError(
+                f"a column of {column.type} has no tokens; expected text, or lists of integer ids"
+            )
         bad = self._out_of_range(encoded, first_row)
         if bad and not self._skip_bad:
             raise TokenizerError(bad[0].reason, bad[0].position)
         if bad:
             encoded = _without(encoded, bad)
         # None is in both: what has no ids has none outside the vocabulary.
-        return Documents(encoded.values.astype(self.dtype, copy=False), encoded.ends, tuple(sorted((*bad, *crashed))))
+        return Documents(
+            encoded.values.astype(self.dtype, copy=False),
+            encoded.ends,
+            tuple(sorted((*bad, *crashed))),
+        )
 
     def _mark(self, value: int | None) -> pa.LargeBinaryScalar | None:
         if value is None:
             return None
         return arrays.scalar(value.to_bytes(self.dtype.itemsize, sys.byteorder))
 
-    def _tokenised(self, column: pa.Array, first_row: int, shard: int) -> tuple[Encoded, Sequence[BadRow]]:
+    def _tokenised(
+        self, column: pa.Array, first_row: int, shard: int
+    ) -> tuple[Encoded, Sequence[BadRow]]:
         if self._engine is None:
             raise TokenizerError(
                 "the column holds text, but the run has no tokeniser; set tokenizer in the mixture file, "
@@ -122,8 +132,14 @@ class DocumentEncoder:
             # Parquet and Arrow files are not checked by their readers, and engines trust what they get.
             texts.validate(full=True)
         except pa.ArrowInvalid as error:
-            raise TokenizerError(f"row {_first_not_utf8(texts, first_row)}: the text is not UTF-8 ({error})") from None
-        return (self._engine.encode(texts), ()) if self._guard is None else self._guard.encode(texts, first_row, shard)
+            raise TokenizerError(
+                f"row {_first_not_utf8(texts, first_row)}: the text is not UTF-8 ({error})"
+            ) from None
+        return (
+            (self._engine.encode(texts), ())
+            if self._guard is None
+            else self._guard.encode(texts, first_row, shard)
+        )
 
     def _out_of_range(self, encoded: Encoded, first_row: int) -> tuple[BadRow, ...]:
         """The rows with an id outside the vocabulary."""
@@ -136,7 +152,9 @@ class DocumentEncoder:
         if int(unsigned.max()) < limit:
             return ()
         positions = np.flatnonzero(unsigned >= limit)
-        rows, first = np.unique(np.searchsorted(encoded.ends, positions, side="right"), return_index=True)
+        rows, first = np.unique(
+            np.searchsorted(encoded.ends, positions, side="right"), return_index=True
+        )
         return tuple(
             BadRow(
                 row,
@@ -174,7 +192,9 @@ class ReadyEncoder:
     def encode(self, column: Any, first_row: int, shard: int) -> Documents:
         masks = column.field(1) if pa.types.is_struct(column.type) else None
         encoded = _flattened(column if masks is None else column.field(0), first_row)
-        return Documents(*encoded, mask=None if masks is None else _flattened(masks, first_row).values)
+        return Documents(
+            *encoded, mask=None if masks is None else _flattened(masks, first_row).values
+        )
 
 
 def _without(encoded: Encoded, rows: Iterable[BadRow]) -> Encoded:
@@ -197,9 +217,14 @@ def _with_id(values: Ids, at: Ends, mark: pa.LargeBinaryScalar) -> Ids:
     # Joining strings of bytes copies whole documents at once: measured at a third of a masked assignment,
     # on documents of 60 to 3,000 ids, and far below np.insert, np.repeat, a gather or a loop over slices.
     parts = pa.Array.from_buffers(
-        pa.large_binary(), len(at) + 1, [None, pa.py_buffer(edges), pa.py_buffer(values)], null_count=0
+        pa.large_binary(),
+        len(at) + 1,
+        [None, pa.py_buffer(edges), pa.py_buffer(values)],
+        null_count=0,
     )
-    joined = pc.call_function("binary_join", [arrays.lists(np.array([0, len(parts)], np.int32), parts), mark])
+    joined = pc.call_function(
+        "binary_join", [arrays.lists(np.array([0, len(parts)], np.int32), parts), mark]
+    )
     return np.frombuffer(joined.buffers()[2], values.dtype, len(values) + len(at))
 
 

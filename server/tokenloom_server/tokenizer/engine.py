@@ -75,7 +75,9 @@ class TokenizersEngine:
 
     name: ClassVar[str] = "tokenizers"
 
-    def __init__(self, definition: TokenizerDefinition, special_tokens_in_text: SpecialTokensInText) -> None:
+    def __init__(
+        self, definition: TokenizerDefinition, special_tokens_in_text: SpecialTokensInText
+    ) -> None:
         import tokenizers
 
         self.version = installed_version("tokenizers")
@@ -94,7 +96,9 @@ class TokenizersEngine:
     def encode_one(self, text: str) -> list[int]:
         """Ids of one text, on the calling thread alone."""
         call = self._tokenizer.encode
-        ids: list[int] = _guarded(self.name, "encode", lambda: call(text, add_special_tokens=False)).ids
+        ids: list[int] = _guarded(
+            self.name, "encode", lambda: call(text, add_special_tokens=False)
+        ).ids
         return ids
 
     def encode_spans(
@@ -111,7 +115,9 @@ class TokenizersEngine:
         encodings = _guarded(self.name, "encode", lambda: call(texts, add_special_tokens=False))
         encoded = ragged([encoding.ids for encoding in encodings])
         # As if the texts stood one after the other, with a character between them that is in no token.
-        shifts = np.cumsum([0, *(len(text) + 1 for text in texts[:-1])], dtype=np.int64)[: len(texts)]
+        shifts = np.cumsum([0, *(len(text) + 1 for text in texts[:-1])], dtype=np.int64)[
+            : len(texts)
+        ]
         flat = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
         offsets = np.fromiter(flat, np.int64, 2 * len(encoded.values)).reshape(-1, 2)
         offsets += np.repeat(shifts, np.diff(encoded.ends, prepend=0))[:, None]
@@ -136,7 +142,9 @@ class GigatokenEngine:
 
     name: ClassVar[str] = "gigatoken"
 
-    def __init__(self, definition: TokenizerDefinition, special_tokens_in_text: SpecialTokensInText) -> None:
+    def __init__(
+        self, definition: TokenizerDefinition, special_tokens_in_text: SpecialTokensInText
+    ) -> None:
         self.version = installed_version("gigatoken")
         self._content = _for_gigatoken(definition.content, special_tokens_in_text)
         self._backend = self._load()
@@ -148,9 +156,13 @@ class GigatokenEngine:
         self._renew_if_grown(int(offsets[-1] - offsets[0]))
         # Bytes, not strings: there is nothing to decode then. gigatoken trusts them to be UTF-8.
         inputs = (
-            texts.view(pa.large_binary()).to_pylist() if len(texts) <= _FEW_TEXTS else _awkward(offsets, characters)
+            texts.view(pa.large_binary()).to_pylist()
+            if len(texts) <= _FEW_TEXTS
+            else _awkward(offsets, characters)
         )
-        result = _guarded(self.name, "encode", lambda: self._backend.encode_batch(inputs, parallel=False)).layout
+        result = _guarded(
+            self.name, "encode", lambda: self._backend.encode_batch(inputs, parallel=False)
+        ).layout
         return Encoded(result.content.data, result.offsets.data[1:])
 
     def _load(self) -> Any:
@@ -200,7 +212,9 @@ def _awkward(offsets: Ends, characters: npt.NDArray[np.uint8]) -> Any:
 
     content = ak.contents.NumpyArray(characters, parameters={"__array__": "byte"})
     return ak.Array(
-        ak.contents.ListOffsetArray(ak.index.Index64(offsets), content, parameters={"__array__": "bytestring"})
+        ak.contents.ListOffsetArray(
+            ak.index.Index64(offsets), content, parameters={"__array__": "bytestring"}
+        )
     )
 
 
@@ -217,7 +231,9 @@ def _for_gigatoken(content: str, special_tokens_in_text: SpecialTokensInText) ->
     document |= {"post_processor": None, "truncation": None, "padding": None}
     if special_tokens_in_text == "text":
         # gigatoken has no switch for this; a string that is no added token is plain text.
-        document["added_tokens"] = [token for token in document.get("added_tokens") or [] if not token.get("special")]
+        document["added_tokens"] = [
+            token for token in document.get("added_tokens") or [] if not token.get("special")
+        ]
     return json.dumps(document, ensure_ascii=False)
 
 
@@ -229,7 +245,9 @@ def _guarded(package: str, action: str, call: Callable[[], Any]) -> Any:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = str(error).split("\n", 1)[0]
-        raise TokenizerError(f"{package} {installed_version(package)} cannot {action}: {reason}") from None
+        raise TokenizerError(
+            f"{package} {installed_version(package)} cannot {action}: {reason}"
+        ) from None
 
 
 def _resident_bytes() -> int | None:

@@ -68,11 +68,17 @@ class EngineIds(NamedTuple):
     sources: tuple[SourceIds, ...]
 
     @classmethod
-    def of(cls, engine: Engine, definition: TokenizerDefinition, columns: Sequence[Iterable[Any]]) -> Self:
+    def of(
+        cls, engine: Engine, definition: TokenizerDefinition, columns: Sequence[Iterable[Any]]
+    ) -> Self:
         """What an engine gives now. ``columns`` are the sources' first rows, as Arrow's columns of strings."""
         heads = [_head(column, ROWS_CHARACTERS // len(columns)) for column in columns]
         sources = (SourceIds(len(head), _digests(engine, _row_groups("", head))) for head in heads)
-        return cls(_digests(engine, _probe_groups()), _digests(engine, _added_token_groups(definition)), tuple(sources))
+        return cls(
+            _digests(engine, _probe_groups()),
+            _digests(engine, _added_token_groups(definition)),
+            tuple(sources),
+        )
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
@@ -85,16 +91,26 @@ class EngineIds(NamedTuple):
         return xxhash.xxh3_128_hexdigest(json.dumps(self).encode())
 
     def first_difference(
-        self, engine: Engine, definition: TokenizerDefinition, rows: Sequence[tuple[str, Sequence[str | None]]]
+        self,
+        engine: Engine,
+        definition: TokenizerDefinition,
+        rows: Sequence[tuple[str, Sequence[str | None]]],
     ) -> str | None:
         """The first text, or rows of a source, for which an engine gives other ids; None where all are equal. ``rows``
         are name and first rows of each source, at least as many as are recorded. Raises ``TokenizerError`` where the
         engine fails."""
-        checked = [(self.probes, _probe_groups()), (self.added_tokens, _added_token_groups(definition))]
+        checked = [
+            (self.probes, _probe_groups()),
+            (self.added_tokens, _added_token_groups(definition)),
+        ]
         for source, (name, texts) in zip(self.sources, rows, strict=True):
-            checked.append((source.digests, _row_groups(name, [_cut(text) for text in texts[: source.rows]])))
+            checked.append(
+                (source.digests, _row_groups(name, [_cut(text) for text in texts[: source.rows]]))
+            )
         for digests, groups in checked:
-            for expected, actual, group in zip(digests, _digests(engine, groups), groups, strict=False):
+            for expected, actual, group in zip(
+                digests, _digests(engine, groups), groups, strict=False
+            ):
                 if actual != expected:
                     return group.name
         return None
@@ -117,7 +133,10 @@ def _probe_groups() -> list[TextGroup]:
 
 def _added_token_groups(definition: TokenizerDefinition) -> list[TextGroup]:
     return [
-        TextGroup(f"texts with {token.content!r}", [around.format(token.content) for around in _AROUND_TOKENS])
+        TextGroup(
+            f"texts with {token.content!r}",
+            [around.format(token.content) for around in _AROUND_TOKENS],
+        )
         for token in definition.added_tokens
     ]
 
@@ -126,7 +145,10 @@ def _row_groups(name: str, texts: Sequence[str]) -> list[TextGroup]:
     size = max(1, -(-len(texts) // _MOST_DIGESTS))
     begins = range(0, len(texts), size)
     return [
-        TextGroup(f"rows {begin} to {min(begin + size, len(texts)) - 1} of {name}", texts[begin : begin + size])
+        TextGroup(
+            f"rows {begin} to {min(begin + size, len(texts)) - 1} of {name}",
+            texts[begin : begin + size],
+        )
         for begin in begins
     ]
 
@@ -150,7 +172,9 @@ def _digests(engine: Engine, groups: Sequence[TextGroup]) -> tuple[str, ...]:
     """Of each group's ids (uint32) and where each text's end (int64), XXH3-64 as hex."""
     encoded = engine.encode(arrays.strings([text for group in groups for text in group.texts]))
     ends = np.append(np.int64(0), encoded.ends).astype("<i8")
-    bounds = np.append(0, np.cumsum([len(group.texts) for group in groups], dtype=np.int64)).tolist()
+    bounds = np.append(
+        0, np.cumsum([len(group.texts) for group in groups], dtype=np.int64)
+    ).tolist()
     return tuple(
         xxhash.xxh3_64_hexdigest(
             (ends[first : last + 1] - ends[first]).tobytes()

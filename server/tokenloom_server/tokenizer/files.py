@@ -26,12 +26,12 @@ MODEL_FILE = "config.json"
 CHAT_FILE = "chat_template.jinja"
 FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_FILE, ADDED_FILE, MODEL_FILE, CHAT_FILE)
 
-CONVERT = (
-    "save it as a tokenizer.json, for example with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-)
+CONVERT = "save it as a tokenizer.json, for example with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
 
 #: A repository on the Hub as mixture files name it: ``gpt2``, ``org/name``, ``org/name@revision``.
-_HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@(?P<revision>[\w./-]+))?")
+_HUB_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@(?P<revision>[\w./-]+))?"
+)
 _LISTED_FILES = 12
 
 
@@ -93,7 +93,9 @@ def _cached(name: str, path: Path) -> Path:
     except ValueError:  # no name that a repository may have
         cached = None
     if isinstance(cached, str):
-        _log.info("tokenizer %r: from the Hub's cache, at commit %s", name, Path(cached).parent.name)
+        _log.info(
+            "tokenizer %r: from the Hub's cache, at commit %s", name, Path(cached).parent.name
+        )
         return Path(cached)
     revision = f" --revision {hub['revision']}" if hub["revision"] else ""
     raise TokenizerError(

@@ -48,7 +48,9 @@ class MaskedEncoder:
         if len(values) and not 0 <= int(values.min()) <= int(values.max()) <= 1:
             index = int(np.flatnonzero((values < 0) | (values > 1))[0])
             row = int(np.searchsorted(np.cumsum(own * filled), index, side="right"))
-            raise TokenizerError(f"row {first_row + row}: {self._column!r} has {values[index]}; expected 0 or 1")
+            raise TokenizerError(
+                f"row {first_row + row}: {self._column!r} has {values[index]}; expected 0 or 1"
+            )
         begins = (documents.ends - lengths)[filled]
         inside = np.ones(len(documents.values), np.bool_)
         if self._adds_bos:

@@ -35,6 +35,9 @@ def load_decoder(tokenizer_json: str) -> Decode:
 
 def bytes_decoder() -> Decode:
     """The decoder of the `bytes` tokeniser."""
-    tokens = {token.id: token.content.encode() for token in find_tokenizer(BYTES_TOKENIZER, Path()).added_tokens}
+    tokens = {
+        token.id: token.content.encode()
+        for token in find_tokenizer(BYTES_TOKENIZER, Path()).added_tokens
+    }
     tokens |= {byte: bytes((byte,)) for byte in range(_BYTES)}
     return lambda ids: b"".join(tokens.get(i, _REPLACEMENT) for i in ids).decode("utf-8", "replace")

@@ -45,7 +45,10 @@ class Exported:
 
 
 def export(
-    samples: SampleRange, prefix: Path, form: ExportFormat, on_sample: Callable[[int, int, int], None]
+    samples: SampleRange,
+    prefix: Path,
+    form: ExportFormat,
+    on_sample: Callable[[int, int, int], None],
 ) -> Exported:
     """Writes all samples that ``samples`` gives, and ``PREFIX.json`` that says what they are. ``on_sample`` is called
     after each: with 1, its tokens, and its bytes.
@@ -66,10 +69,16 @@ def export(
     try:
         document = _write(samples, drafts, form, on_sample)
         document["files"] = [
-            {"name": paths[ending].name, "bytes": drafts[ending].stat().st_size, "checksum": checksum(drafts[ending])}
+            {
+                "name": paths[ending].name,
+                "bytes": drafts[ending].stat().st_size,
+                "checksum": checksum(drafts[ending]),
+            }
             for ending in endings[:-1]
         ]
-        drafts[".json"].write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        drafts[".json"].write_text(
+            json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         for ending, draft in drafts.items():
             publish(draft, paths[ending])
     except OSError as error:
@@ -85,7 +94,10 @@ def _unwritable(error: OSError, path: Path) -> ConfigError:
 
 
 def _write(
-    samples: SampleRange, drafts: Mapping[str, Path], form: ExportFormat, on_sample: Callable[[int, int, int], None]
+    samples: SampleRange,
+    drafts: Mapping[str, Path],
+    form: ExportFormat,
+    on_sample: Callable[[int, int, int], None],
 ) -> dict[str, Any]:
     """Writes the samples, and returns what the JSON file says of them."""
     writer: _Megatron | _Parquet | None = None
@@ -96,7 +108,9 @@ def _write(
             if writer is None:
                 dtype = format_of(samples.joined).dtype
                 if form == "megatron":
-                    writer = _Megatron(drafts[".bin"], drafts[".idx"], dtype, samples.joined.vocab_size)
+                    writer = _Megatron(
+                        drafts[".bin"], drafts[".idx"], dtype, samples.joined.vocab_size
+                    )
                 else:
                     writer = _Parquet(drafts[".parquet"], dtype)
             writer.add(sample)
@@ -119,7 +133,16 @@ def _write(
 
 
 #: Of a run's snapshots, what says which run and order an export is of.
-_IDENTITY = ("run", "run_uid", "generation", "seed", "order_version", "config_digest", "manifest_digest", "tokenizer")
+_IDENTITY = (
+    "run",
+    "run_uid",
+    "generation",
+    "seed",
+    "order_version",
+    "config_digest",
+    "manifest_digest",
+    "tokenizer",
+)
 
 
 def _range(samples: SampleRange, last: PeekedSample) -> dict[str, Any]:
@@ -147,7 +170,9 @@ class _Megatron:
 
     def __init__(self, data: Path, index: Path, dtype: np.dtype[Any], vocab_size: int) -> None:
         # The format has no code for uint32.
-        self._kind = dtype if dtype.itemsize < 4 else np.dtype(np.int32 if vocab_size <= 2**31 else np.int64)
+        self._kind = (
+            dtype if dtype.itemsize < 4 else np.dtype(np.int32 if vocab_size <= 2**31 else np.int64)
+        )
         self._data = data.open("wb")
         self._index = index
         # Numbers as they lie in the index, which comes last: a range may have very many.
@@ -155,14 +180,18 @@ class _Megatron:
         self._edges = array("q", [0])
 
     def add(self, sample: PeekedSample) -> None:
-        self._data.write(sample.ids_with_label.astype(self._kind.newbyteorder("<"), copy=False).tobytes())
+        self._data.write(
+            sample.ids_with_label.astype(self._kind.newbyteorder("<"), copy=False).tobytes()
+        )
         edges = sorted({0, *sample.starts, len(sample.ids_with_label)})
         self._lengths.extend(end - begin for begin, end in pairwise(edges))
         self._edges.append(len(self._lengths))
 
     def finish(self) -> None:
         self._data.close()
-        code = next(code for code, kind in TYPES.items() if np.dtype(kind) == self._kind.newbyteorder("<"))
+        code = next(
+            code for code, kind in TYPES.items() if np.dtype(kind) == self._kind.newbyteorder("<")
+        )
         lengths = np.array(self._lengths, "<i4")
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._kind.itemsize
         with self._index.open("wb") as file:
@@ -177,7 +206,9 @@ class _Parquet:
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         ids = pa.list_(pa.from_numpy_dtype(dtype))
         starts = pa.list_(pa.uint32())
-        self._schema = pa.schema([("sample", pa.int64()), ("source", pa.string()), ("ids", ids), ("starts", starts)])
+        self._schema = pa.schema(
+            [("sample", pa.int64()), ("source", pa.string()), ("ids", ids), ("starts", starts)]
+        )
         self._writer = pq.ParquetWriter(str(path), self._schema, write_page_checksum=True)
         self._samples: list[PeekedSample] = []
         self._ids = 0
@@ -209,4 +240,6 @@ def _lists(rows: list[Any]) -> Any:
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     values = np.concatenate(rows)
-    return arrays.lists(offsets, arrays.from_numbers(values.astype(values.dtype.newbyteorder("="), copy=False)))
+    return arrays.lists(
+        offsets, arrays.from_numbers(values.astype(values.dtype.newbyteorder("="), copy=False))
+    )

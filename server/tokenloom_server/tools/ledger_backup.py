@@ -33,7 +33,9 @@ def run_names(ledger: Ledger, run: str | None) -> Sequence[tuple[str, str]]:
     names = ledger.run_names()
     chosen = [name for name in names if run in (None, name[0])]
     if run is not None and not chosen:
-        raise NotFound(f"{ledger.description} has no run {run!r}; it has {sorted({name for name, _ in names})}")
+        raise NotFound(
+            f"{ledger.description} has no run {run!r}; it has {sorted({name for name, _ in names})}"
+        )
     return chosen
 
 
@@ -72,14 +74,21 @@ def back_up(ledger: Ledger, names: Iterable[tuple[str, str]], path: Path) -> Non
             file.write(json.dumps({"sha256": digest.hexdigest()}).encode())
         publish(draft, path)
     except OSError as error:
-        raise ConfigError(f"the backup {path} cannot be written: {error}; name a file in an existing folder") from error
+        raise ConfigError(
+            f"the backup {path} cannot be written: {error}; name a file in an existing folder"
+        ) from error
     finally:
         if draft.parent.is_dir():
             draft.unlink(missing_ok=True)
 
 
 def _lines(ledger: Ledger, names: Iterable[tuple[str, str]]) -> Iterator[bytes]:
-    head = {"format": FORMAT, "version": VERSION, "ledger": ledger.description, "made": date_of(ledger.clock())}
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "ledger": ledger.description,
+        "made": date_of(ledger.clock()),
+    }
     yield json.dumps(head).encode() + b"\n"
     for name, stream in names:
         yield _RUN.dump_json(read_whole(ledger, name, stream)) + b"\n"
@@ -104,11 +113,15 @@ def saved_runs(path: Path, run: str | None) -> Iterator[RunContents]:
                 "Tokenloom release that wrote it"
             )
         with gzip.open(path) as file:
-            saved = (_RUN.validate_json(line) for number, line in enumerate(file) if 0 < number < count)
+            saved = (
+                _RUN.validate_json(line) for number, line in enumerate(file) if 0 < number < count
+            )
             chosen = (contents for contents in saved if run in (None, contents.run.name))
             yield from chosen
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-        raise LedgerError(f"{path} is not a whole backup of a ledger: {error}. Take another one") from error
+        raise LedgerError(
+            f"{path} is not a whole backup of a ledger: {error}. Take another one"
+        ) from error
 
 
 def restore(path: Path, run: str | None, ledger: Ledger, *, replace: bool) -> Iterator[RunContents]:
@@ -124,5 +137,7 @@ def restore(path: Path, run: str | None, ledger: Ledger, *, replace: bool) -> It
         raise NotFound(f"{path} has no run {run!r}")
     for contents in saved_runs(path, run):
         stored = contents.run
-        ledger.execute(Import(stored.uid, stored.stream, contents, from_backup=True, replace=replace))
+        ledger.execute(
+            Import(stored.uid, stored.stream, contents, from_backup=True, replace=replace)
+        )
         yield contents

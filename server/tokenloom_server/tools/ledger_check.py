@@ -47,33 +47,49 @@ def run_faults(ledger: Ledger, name: str, stream: str) -> Iterator[str]:
 
 def _of_lists(contents: RunContents) -> list[str]:
     run, openings, revisions = contents.run, contents.openings, contents.revisions
-    present, world_size = (run.opening.generation, run.opening.world_size) if run.opening is not None else (0, 0)
+    present, world_size = (
+        (run.opening.generation, run.opening.world_size) if run.opening is not None else (0, 0)
+    )
     index = run.committed.sample_index if run.committed is not None else 0
     generations = [each.generation for each in openings]
     journal = {(entry.generation, entry.sample_index): entry.state for entry in contents.journal}
     # A restore passes over samples from where it goes back to, whatever revisions hold after that.
-    places = [each.sample_index for each in revisions if "skips" not in (_decoded(each.content) or ())]
+    places = [
+        each.sample_index for each in revisions if "skips" not in (_decoded(each.content) or ())
+    ]
     objects = [("record", run.record), ("pin", run.pin or "{}")]
     objects += [(f"revision {each.number}", each.content) for each in revisions]
     for each in openings:
-        objects += [(f"generation {each.generation}", text or "{}") for text in (each.batch_plans, each.parent_run)]
+        objects += [
+            (f"generation {each.generation}", text or "{}")
+            for text in (each.batch_plans, each.parent_run)
+        ]
     facts = {
         f"its generations {generations} are out of order, or go on from later ones": generations
         == sorted({each.generation for each in openings if each.parent < each.generation}),
-        "its present generation is not the newest": [*openings[-1:]] == [run.opening] or run.opening is None,
+        "its present generation is not the newest": [*openings[-1:]] == [run.opening]
+        or run.opening is None,
         "it has a committed state or a present generation, but not both": (run.committed is None)
         == (run.opening is None),
-        f"a slot is of a rank beyond its {world_size}": all(0 <= rank < world_size for rank in contents.slots),
-        "the journal lacks the start of a generation": all(
-            journal.get((each.generation, each.start_index)) == each.start_state for each in openings
+        f"a slot is of a rank beyond its {world_size}": all(
+            0 <= rank < world_size for rank in contents.slots
         ),
-        "the journal goes beyond the committed sample": all(entry <= index for of, entry in journal if of == present),
+        "the journal lacks the start of a generation": all(
+            journal.get((each.generation, each.start_index)) == each.start_state
+            for each in openings
+        ),
+        "the journal goes beyond the committed sample": all(
+            entry <= index for of, entry in journal if of == present
+        ),
         "its revisions are not numbered 1, 2, …": [each.number for each in revisions]
         == [*range(1, 1 + len(revisions))],
         f"its revisions, from samples {places} on, are out of order": places == sorted(places),
-        f"it has {len(revisions)} revisions, but counts fewer changes": run.revision_changes >= len(revisions),
+        f"it has {len(revisions)} revisions, but counts fewer changes": run.revision_changes
+        >= len(revisions),
     }
-    no_json = [f"its {name} holds no JSON object" for name, text in objects if _decoded(text) is None]
+    no_json = [
+        f"its {name} holds no JSON object" for name, text in objects if _decoded(text) is None
+    ]
     return [*no_json, *(fault for fault, holds in facts.items() if not holds)]
 
 
@@ -83,13 +99,25 @@ def _of_states(contents: RunContents) -> Iterator[str]:
     states = []
     for entry in contents.journal:  # which has the openings' own
         begin = begins.get(entry.generation, entry.sample_index + 1)
-        states.append((f"the journal of generation {entry.generation}", begin, entry.sample_index, entry.state))
+        states.append(
+            (
+                f"the journal of generation {entry.generation}",
+                begin,
+                entry.sample_index,
+                entry.state,
+            )
+        )
     committed, opening = contents.run.committed, contents.run.opening
     if committed is not None and opening is not None:
-        states.append(("the committed state", opening.start_index, committed.sample_index, committed.state))
+        states.append(
+            ("the committed state", opening.start_index, committed.sample_index, committed.state)
+        )
     for name, least, most, text in states:
         state = _decoded(text)
-        if state is None or not {"sample_index", "digest", "total_tokens", "datasets"} <= state.keys():
+        if (
+            state is None
+            or not {"sample_index", "digest", "total_tokens", "datasets"} <= state.keys()
+        ):
             yield f"{name} cannot be decoded"
         elif not least <= state["sample_index"] <= most:
             yield f"{name} has a state of sample index {state['sample_index']}; expected {least} to {most}"
@@ -98,7 +126,11 @@ def _of_states(contents: RunContents) -> Iterator[str]:
             held = {revision.sample_index for revision in contents.revisions}
             for one in state.get("revisions", ()):
                 index = one["sample_index"]
-                if index <= state["sample_index"] and index not in held and "skips" not in one["content"]:
+                if (
+                    index <= state["sample_index"]
+                    and index not in held
+                    and "skips" not in one["content"]
+                ):
                     yield f"the committed state is under a revision from sample {index} on, and there is none"
 
 
@@ -128,7 +160,9 @@ def _of_snapshots(contents: RunContents) -> Iterator[str]:
     for snapshot in contents.snapshots:
         expected = [contents.run.name, contents.run.stream, snapshot.sample_index]
         try:
-            actual = [unseal(snapshot.text).get(field) for field in ("run", "stream", "sample_index")]
+            actual = [
+                unseal(snapshot.text).get(field) for field in ("run", "stream", "sample_index")
+            ]
             if actual != expected:
                 yield f"snapshot {snapshot.id} is of {actual}; expected {expected}"
         except ValueError as error:

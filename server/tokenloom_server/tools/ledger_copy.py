@@ -34,7 +34,10 @@ def copy_run(source: Ledger, target: Ledger, name: str, stream: str) -> bool:
         raise refusal
     of_run = stored.uid, stream
     # Two at once: the one that comes later has the higher epoch, and 3. refuses the other.
-    holder, beyond = f"tokenloom ledger copy to {target.description}", present.epoch if present is not None else 0
+    holder, beyond = (
+        f"tokenloom ledger copy to {target.description}",
+        present.epoch if present is not None else 0,
+    )
     epoch = source.execute(Acquire(*of_run, holder, LEASE_S, beyond))
     try:
         contents = read_whole(source, name, stream)

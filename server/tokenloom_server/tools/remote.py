@@ -103,9 +103,15 @@ class Remote:
     def identity(self) -> str:
         """Which process answers. Asked without the token, which is for one server alone."""
         try:
-            return str(json.loads(rest.get(self._opener, f"{self.url}/healthz", None, ServerUnreachable))["server"])
+            return str(
+                json.loads(rest.get(self._opener, f"{self.url}/healthz", None, ServerUnreachable))[
+                    "server"
+                ]
+            )
         except (ValueError, KeyError, TypeError):
-            raise ServerUnreachable(f"{self.url}: what answers there is no Tokenloom server of this release") from None
+            raise ServerUnreachable(
+                f"{self.url}: what answers there is no Tokenloom server of this release"
+            ) from None
 
     def check_ready(self) -> None:
         """Raises ``ServerUnreachable`` where no run can be served."""
@@ -131,13 +137,17 @@ class Remote:
         """``run``, or the only one that the server has. Raises ``ConfigError`` with the remedy where it has several."""
         names = self._named(run)
         if len(names) != 1:
-            raise ConfigError(f"{self.url} serves {len(names)} runs: {', '.join(names) or 'none'}; {remedy}")
+            raise ConfigError(
+                f"{self.url} serves {len(names)} runs: {', '.join(names) or 'none'}; {remedy}"
+            )
         return names[0]
 
     def _named(self, run: str | None) -> list[str]:
         """The run that an option or the address names, else all. Raises ``ConfigError`` where these are two."""
         if run is not None and self.run not in ("", run):
-            raise ConfigError(f"{self.url}/{self.run} names the run {self.run!r}, and the option {run!r}; name it once")
+            raise ConfigError(
+                f"{self.url}/{self.run} names the run {self.run!r}, and the option {run!r}; name it once"
+            )
         named = run or self.run
         return [named] if named else self.about().runs
 
@@ -146,7 +156,9 @@ class Remote:
         path = f"{_path(run)}/samples/{index}{_query(query)}"
         return self._ask(TracedSample, path, timeout_s=_FORWARD_TIMEOUT_S)
 
-    def trace_micro_step(self, run: str, micro_step: int, **query: int | bool | None) -> TracedMicroStep:
+    def trace_micro_step(
+        self, run: str, micro_step: int, **query: int | bool | None
+    ) -> TracedMicroStep:
         """The samples of a micro-step by rank. ``query``, as the route has it (``rank``, too)."""
         path = f"{_path(run)}/micro-steps/{micro_step}{_query(query)}"
         return self._ask(TracedMicroStep, path, timeout_s=_FORWARD_TIMEOUT_S)
@@ -183,7 +195,9 @@ class Remote:
 
     def drop_revisions(self, run: str, number: int) -> list[RevisionInfo]:
         """Takes a revision and all after it back; returns them."""
-        return self._ask(list[RevisionInfo], f"{_path(run)}/mixture/revisions/{number}", method="DELETE")
+        return self._ask(
+            list[RevisionInfo], f"{_path(run)}/mixture/revisions/{number}", method="DELETE"
+        )
 
     def _ask(
         self,
@@ -198,18 +212,31 @@ class Remote:
         fields = {name: value for name, value in (request or {}).items() if value is not None}
         body = json.dumps(fields).encode() if request is not None else b"" if method else None
         try:
-            return TypeAdapter(kind).validate_json(self._get(path, body, method=method, timeout_s=timeout_s))
+            return TypeAdapter(kind).validate_json(
+                self._get(path, body, method=method, timeout_s=timeout_s)
+            )
         except ValidationError:
             raise ServerUnreachable(
                 f"{self.url}: the answer is no {kind.__name__}; is it a Tokenloom server of this release?"
             ) from None
 
     def _get(
-        self, path: str, body: bytes | None = None, *, method: str | None = None, timeout_s: float = rest.TIMEOUT_S
+        self,
+        path: str,
+        body: bytes | None = None,
+        *,
+        method: str | None = None,
+        timeout_s: float = rest.TIMEOUT_S,
     ) -> bytes:
         """The answer to a GET, or with a JSON ``body`` to a POST or another ``method``."""
         return rest.get(
-            self._opener, f"{self.url}{path}", self._token, ServerUnreachable, body, method=method, timeout_s=timeout_s
+            self._opener,
+            f"{self.url}{path}",
+            self._token,
+            ServerUnreachable,
+            body,
+            method=method,
+            timeout_s=timeout_s,
         )
 
 
@@ -219,8 +246,12 @@ def _path(run: str) -> str:
 
 def _query(fields: Mapping[str, int | bool | str | None]) -> str:
     """The fields that are neither None nor False, as a URL has them."""
-    named = ((name, value) for name, value in fields.items() if value is not None and value is not False)
-    text = urllib.parse.urlencode({name: "true" if value is True else value for name, value in named})
+    named = (
+        (name, value) for name, value in fields.items() if value is not None and value is not False
+    )
+    text = urllib.parse.urlencode(
+        {name: "true" if value is True else value for name, value in named}
+    )
     return f"?{text}" if text else ""
 
 

@@ -54,7 +54,9 @@ def scan(order: PipelineFactory, on_rows: Callable[[int, int, int], None]) -> li
         return Scanned(rows, int(counts[0]), int(counts[1]), reasons)
 
     shards = enumerate(order.record.shards)
-    return in_threads(scan_file, [(source, shard) for source, own in shards for shard in range(len(own))])
+    return in_threads(
+        scan_file, [(source, shard) for source, own in shards for shard in range(len(own))]
+    )
 
 
 def look(order: PipelineFactory, seconds: float, most_bytes: int) -> tuple[str, list[str]]:
@@ -68,7 +70,11 @@ def look(order: PipelineFactory, seconds: float, most_bytes: int) -> tuple[str, 
     opened = lru_cache(OPEN_SOURCES)(lambda source: order.documents(source, joined=False))
     # In the order of their numbers' bits in reverse files are evenly spread, wherever it is cut.
     shards = enumerate(order.record.shards)
-    files = sorted((f"{i:064b}"[::-1], source, i, shard) for source, own in shards for i, shard in enumerate(own))
+    files = sorted(
+        (f"{i:064b}"[::-1], source, i, shard)
+        for source, own in shards
+        for i, shard in enumerate(own)
+    )
     for most in (PART_BYTES, sys.maxsize):
         for _, source, i, shard in files:
             size = min(most, shard.size)
@@ -86,10 +92,14 @@ def look(order: PipelineFactory, seconds: float, most_bytes: int) -> tuple[str, 
             if (source, i) not in seen | whole:
                 reasons += _at_end(order, source, i)
             seen.add((source, i))
-    packed = [shard.path for _, *file, shard in files if tuple(file) not in whole and codec_of(shard.path)]
+    packed = [
+        shard.path for _, *file, shard in files if tuple(file) not in whole and codec_of(shard.path)
+    ]
     notes = [f"bad row: {reason}" for reason in reasons[:LISTED_ROWS]]
     if packed:
-        notes.append(f"{len(packed):,} compressed files were not decoded whole: {', '.join(packed[:LISTED_ROWS])}")
+        notes.append(
+            f"{len(packed):,} compressed files were not decoded whole: {', '.join(packed[:LISTED_ROWS])}"
+        )
     if len(whole) == len(files):
         return "valid", notes
     part = f"{len(seen):,} of {len(files):,} files, {len(whole):,} of them whole"

@@ -52,7 +52,9 @@ class ChatEncoder:
             spans.append([] if isinstance(said, str) else said)
         encoded, mask = self._chats.engine.encode_spans(texts, spans)
         begins = np.append(np.int64(0), encoded.ends)
-        lists = [arrays.lists(begins, arrays.from_numbers(values)) for values in (encoded.values, mask)]
+        lists = [
+            arrays.lists(begins, arrays.from_numbers(values)) for values in (encoded.values, mask)
+        ]
         ids = pa.StructArray.from_arrays(lists, ["ids", "mask"])
         documents = self._encoder.encode(ids, first_row, shard)
         return documents._replace(bad=tuple(sorted((*documents.bad, *bad))))
@@ -69,7 +71,9 @@ class Chats:
         renderer = [definition.name, definition.chat_template, dict(definition.special_tokens)]
         self._renderer = arrays.strings([json.dumps(renderer)])
         self._processes = Transform(
-            "tokenloom_server.tokenizer.chat_renderer:rendered", seconds=SECONDS, memory_mb=MEMORY_MB
+            "tokenloom_server.tokenizer.chat_renderer:rendered",
+            seconds=SECONDS,
+            memory_mb=MEMORY_MB,
         )
         self._is_closed = False
         try:
@@ -101,12 +105,16 @@ class Chats:
                 said, text, fault = "null", "", str(error)
             spans = json.loads(said)
             if spans is None:
-                raise TokenizerError(f"row {first_row + row}: the chat template: {fault}; {_REMEDY}", row)
+                raise TokenizerError(
+                    f"row {first_row + row}: the chat template: {fault}; {_REMEDY}", row
+                )
             yield text, spans
 
     def _answers(self, column: Any) -> list[str]:
         """Raises ``TransformFailed``."""
         if self._is_closed:
             raise TokenizerError("the run ends, and its chat template with it")
-        answers: list[str] = self._processes.made_of(pa.concat_arrays([self._renderer, column])).to_pylist()
+        answers: list[str] = self._processes.made_of(
+            pa.concat_arrays([self._renderer, column])
+        ).to_pylist()
         return answers

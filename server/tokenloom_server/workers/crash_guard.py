@@ -70,7 +70,9 @@ class CrashGuard:
         self._paths = shard_paths
         self._skip_bad = skip_bad
 
-    def encode(self, texts: pa.LargeStringArray, first_row: int, shard: int) -> tuple[Encoded, list[BadRow]]:
+    def encode(
+        self, texts: pa.LargeStringArray, first_row: int, shard: int
+    ) -> tuple[Encoded, list[BadRow]]:
         """Ids of texts that begin at a shard's row, and those of them at which both engines crash."""
         rows = (self._source_id, shard, first_row, first_row + len(texts))
         records = self._crash_records
@@ -78,7 +80,12 @@ class CrashGuard:
             with records.noting(*rows):
                 return self._engine.encode(texts), []
         where, last = f"{self._spec}: {self._paths[shard]}", rows[3] - 1
-        _log.warning("%s: rows %d to %d: a process died here before; they are encoded apart", where, first_row, last)
+        _log.warning(
+            "%s: rows %d to %d: a process died here before; they are encoded apart",
+            where,
+            first_row,
+            last,
+        )
         apart = _Apart(self._description, first_row, where, skip_bad=self._skip_bad)
         with closing(apart.process):
             try:
@@ -86,9 +93,16 @@ class CrashGuard:
                     apart.encode(text)
             finally:
                 if records is not None:
-                    records.settle(self._source_id, shard, first_row, apart.next_row, apart.culprits)
+                    records.settle(
+                        self._source_id, shard, first_row, apart.next_row, apart.culprits
+                    )
         if not apart.culprits:
-            _log.info("%s: rows %d to %d: nothing died of any of them; no longer suspected", where, first_row, last)
+            _log.info(
+                "%s: rows %d to %d: nothing died of any of them; no longer suspected",
+                where,
+                first_row,
+                last,
+            )
         return ragged(apart.ids), apart.bad
 
 
@@ -96,7 +110,9 @@ class _Apart:
     """Consecutive rows that are encoded by a process that may die of each: their ids, those at which both engines
     crash, and all at which the run's own does. ``next_row``: all before it are known."""
 
-    def __init__(self, engine: EngineDescription, first_row: int, where: str, *, skip_bad: bool) -> None:
+    def __init__(
+        self, engine: EngineDescription, first_row: int, where: str, *, skip_bad: bool
+    ) -> None:
         name = "tokenloom_server.workers.crash_guard:encoded"
         try:
             self.process = Transform(name, seconds=SECONDS, memory_mb=0)
@@ -130,7 +146,9 @@ class _Apart:
                 fault = f"{fault}, and one that does so with the other engine {other_death}"
                 if not self._skip_bad:
                     self.next_row += 1
-                    remedy = "take the row out of the file, and begin a new run, or set on_bad_row: skip"
+                    remedy = (
+                        "take the row out of the file, and begin a new run, or set on_bad_row: skip"
+                    )
                     raise TokenizerError(f"{fault}; {remedy}", number)
                 self.bad.append(BadRow(number, fault))
             else:
@@ -171,7 +189,8 @@ class _Apart:
 
 def _not_started(row: int, number: int, error: ConfigError) -> TokenizerError:
     return TokenizerError(
-        f"row {row}: a process died at it before, and none starts in which it could be encoded apart: {error}", number
+        f"row {row}: a process died at it before, and none starts in which it could be encoded apart: {error}",
+        number,
     )
 
 

@@ -57,7 +57,10 @@ class SuspectRows:
         """What is left of it: blocks do not always begin at the same row."""
         if not self.meets(other):
             return [self]
-        parts = replace(self, end=min(self.end, other.begin)), replace(self, begin=max(self.begin, other.end))
+        parts = (
+            replace(self, end=min(self.end, other.begin)),
+            replace(self, begin=max(self.begin, other.end)),
+        )
         return [part for part in parts if part.begin < part.end]
 
 
@@ -109,7 +112,9 @@ class CrashRecords:
         rows = SuspectRows(source, shard, begin, end)
         with self._lock:
             self._known = [rest for known in self._known for rest in known.without(rows)]
-            self._known += [SuspectRows(source, shard, row, row + 1, DEATHS, True) for row in culprits]
+            self._known += [
+                SuspectRows(source, shard, row, row + 1, DEATHS, True) for row in culprits
+            ]
             self._write()
 
     def close(self) -> None:
@@ -118,7 +123,9 @@ class CrashRecords:
 
     def _read(self) -> list[SuspectRows]:
         try:
-            return [SuspectRows(**entry) for entry in json.loads(self._list.read_text(encoding="utf-8"))]
+            return [
+                SuspectRows(**entry) for entry in json.loads(self._list.read_text(encoding="utf-8"))
+            ]
         except FileNotFoundError:
             return []
         except (ValueError, TypeError) as error:
@@ -140,7 +147,11 @@ def _notes_of_dead_processes(folder: Path, run: str) -> Iterator[list[SuspectRow
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = file.read()
             notes = _NOTE.iter_unpack(data[: len(data) // _NOTE.size * _NOTE.size])
-            suspects = [SuspectRows(source - 1, shard, begin, end) for source, shard, begin, end in notes if source > 0]
+            suspects = [
+                SuspectRows(source - 1, shard, begin, end)
+                for source, shard, begin, end in notes
+                if source > 0
+            ]
             path.unlink(missing_ok=True)
             if suspects:
                 yield suspects
@@ -152,7 +163,12 @@ def _known_after_death(known: list[SuspectRows], noted: list[SuspectRows]) -> li
     for new in noted:
         before = [old for old in known if old.meets(new) and not old.proven]
         suspects += [
-            replace(new, begin=max(old.begin, new.begin), end=min(old.end, new.end), deaths=old.deaths + 1)
+            replace(
+                new,
+                begin=max(old.begin, new.begin),
+                end=min(old.end, new.end),
+                deaths=old.deaths + 1,
+            )
             for old in before
         ] or [new]
     return suspects

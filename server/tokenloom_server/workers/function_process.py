@@ -55,7 +55,9 @@ def _serve(name: str, seconds: float, memory_mb: int, one_each: bool) -> None:
     # goes beside the answers. A stream that such a process held would not end with this one.
     streams = requests, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing_there = os.open(os.devnull, os.O_RDWR)
-    os.register_at_fork(after_in_child=lambda: [os.dup2(nothing_there, stream.fileno()) for stream in streams])
+    os.register_at_fork(
+        after_in_child=lambda: [os.dup2(nothing_there, stream.fileno()) for stream in streams]
+    )
     os.dup2(nothing_there, 0)
     os.dup2(2, 1)
     nothing = batch_of(arrays.strings([]))
@@ -130,7 +132,9 @@ def _texts(result: Any) -> Any:
     if isinstance(result, pa.ChunkedArray):
         result = result.combine_chunks()
     if not isinstance(result, pa.Array) or not arrays.is_text(result.type):
-        raise TypeError(f"it gave {type(result).__name__}, expected texts, or a record batch with these as {COLUMN!r}")
+        raise TypeError(
+            f"it gave {type(result).__name__}, expected texts, or a record batch with these as {COLUMN!r}"
+        )
     return result.cast(pa.large_string())
 
 
@@ -144,15 +148,21 @@ def _one_each(function: Any, batch: Any) -> Any:
         )
     # Rows are read from any of them on, so a batch may begin anywhere.
     if not _texts(function(last)).equals(texts.slice(len(batch) - 1)):
-        raise ValueError("it gave two texts for the last row, one among others and one alone; expected the same one")
+        raise ValueError(
+            "it gave two texts for the last row, one among others and one alone; expected the same one"
+        )
     return texts
 
 
-def _narrowed(function: Any, batch: Any, error: Exception, first: int = 0) -> tuple[int, int, Exception]:
+def _narrowed(
+    function: Any, batch: Any, error: Exception, first: int = 0
+) -> tuple[int, int, Exception]:
     """The fewest rows [begin, end) at which the function still fails, by halving, and how; the batch begins at row
     ``first``."""
     middle = len(batch) // 2
-    for begin, half in ((0, batch.slice(0, middle)), (middle, batch.slice(middle))) if middle else ():
+    for begin, half in (
+        ((0, batch.slice(0, middle)), (middle, batch.slice(middle))) if middle else ()
+    ):
         try:
             _texts(function(half))
         except Exception as narrower:

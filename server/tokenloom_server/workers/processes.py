@@ -47,7 +47,9 @@ class TransformFailed(Exception):
 class Transform:
     """A function by its name ``MODULE:FUNCTION``. Thread-safe: as many batches are at work as threads call it."""
 
-    def __init__(self, name: str, *, seconds: float = 300.0, memory_mb: int = 4096, one_each: bool = False) -> None:
+    def __init__(
+        self, name: str, *, seconds: float = 300.0, memory_mb: int = 4096, one_each: bool = False
+    ) -> None:
         """Starts a first worker. ``seconds``: for each batch; ``memory_mb``: of each worker, in 10^6 bytes,
         private and writable; 0: any. ``one_each``: it has to give one text for each, whatever else is in the batch.
 
@@ -136,13 +138,20 @@ class _Worker:
     def __init__(self, arguments: tuple[str, ...]) -> None:
         self._seconds = float(arguments[1])
         pipe = subprocess.PIPE
-        self._process = _ChildProcess(function_process.__name__, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
-        assert self._process.stdin is not None and self._process.stdout is not None and self._process.stderr is not None
+        self._process = _ChildProcess(
+            function_process.__name__, *arguments, stdin=pipe, stdout=pipe, stderr=pipe
+        )
+        assert (
+            self._process.stdin is not None
+            and self._process.stdout is not None
+            and self._process.stderr is not None
+        )
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         #: The last that it printed.
         self._printed: deque[bytes] = deque(maxlen=LAST_LINES)
         self._log = Background(
-            "transform-log", partial(_log_printed, arguments[0], self._process.stderr, self._printed)
+            "transform-log",
+            partial(_log_printed, arguments[0], self._process.stderr, self._printed),
         )
         self._log.start()
 
@@ -196,4 +205,6 @@ def _log_printed(name: str, printed: IO[bytes], last: deque[bytes]) -> None:
             if count <= LOGGED_LINES:
                 _log.warning("%s prints: %s", name, line.decode(errors="replace").rstrip())
             elif count == LOGGED_LINES + 1:
-                _log.warning("%s prints more, which is not shown for up to %g s", name, LOGGED_EVERY_S)
+                _log.warning(
+                    "%s prints more, which is not shown for up to %g s", name, LOGGED_EVERY_S
+                )

@@ -59,7 +59,9 @@ class Places:
 
     async def work(self, call: Call, work: Callable[..., _T], *arguments: Any) -> _T:
         """Has a thread do it. Where the call is over meanwhile, its place is free once the work has ended."""
-        working = asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *arguments))
+        working = asyncio.get_running_loop().run_in_executor(
+            self._threads, partial(work, *arguments)
+        )
         working.add_done_callback(asyncio.Future.exception)  # nobody may be there to hear of it
         try:
             await asyncio.wait([working])
@@ -91,7 +93,9 @@ class Endpoint(grpc.GenericRpcHandler):
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self)
         names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), self)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+            reflection.aio.ReflectionServicer(names), self
+        )
         self._named = (SERVICE.full_name, "", runs.identity)
 
     def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
@@ -195,7 +199,9 @@ class Endpoint(grpc.GenericRpcHandler):
             name = method.rpartition("/")[2]
             await context.write(await places.work(call, self._loader.respond, name, data, call))
 
-    async def _pass_on(self, handler: Any, held: Token, method: str, places: Places, call: Call, context: Any) -> None:
+    async def _pass_on(
+        self, handler: Any, held: Token, method: str, places: Places, call: Call, context: Any
+    ) -> None:
         """A call of one of gRPC's own services. Their messages are read as ours are: gRPC itself logs a trace for a
         malformed one."""
         self._access.hold(call, held, rpcs()[method].scope)
@@ -221,7 +227,9 @@ class Endpoint(grpc.GenericRpcHandler):
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 first = await context.read()
         except TimeoutError:
-            await context.abort(grpc.StatusCode.CANCELLED, f"no message came for {OPEN_TIMEOUT_S:g} s")
+            await context.abort(
+                grpc.StatusCode.CANCELLED, f"no message came for {OPEN_TIMEOUT_S:g} s"
+            )
         if first is grpc.aio.EOF:
             raise JoinRefused(NO_OPENING)
         stream = await places.work(call, self._loader.open, first, call)
@@ -260,8 +268,12 @@ class Endpoint(grpc.GenericRpcHandler):
                 await self._lock_free(stream)
                 if (item := stream.now()) is not None:
                     await context.write(item)
-                    del item  # else the last message of each rank stays in memory until its next one
-                    if bell.is_set():  # the next one has its turn, after what others were sent is let go
+                    del (
+                        item
+                    )  # else the last message of each rank stays in memory until its next one
+                    if (
+                        bell.is_set()
+                    ):  # the next one has its turn, after what others were sent is let go
                         bell.clear()
                         ring()
 
@@ -289,7 +301,9 @@ class Endpoint(grpc.GenericRpcHandler):
 async def _abort(context: Any, error: TokenloomError) -> None:
     """Ends a call with an error: its name and what else a client may know of it in the metadata, the message in the
     details."""
-    await context.abort(getattr(grpc.StatusCode, error.grpc_status), details_of(error), metadata_of(error))
+    await context.abort(
+        getattr(grpc.StatusCode, error.grpc_status), details_of(error), metadata_of(error)
+    )
 
 
 async def _let_go(context: Any, address: str) -> None:
@@ -304,7 +318,10 @@ async def _let_go(context: Any, address: str) -> None:
 @cache
 def rpcs() -> Mapping[str, Rpc]:
     """Every RPC of the server by its path."""
-    return {**OTHER_RPCS, **{f"/{SERVICE.full_name}/{name}": rpc for name, rpc in DataLoader.rpcs().items()}}
+    return {
+        **OTHER_RPCS,
+        **{f"/{SERVICE.full_name}/{name}": rpc for name, rpc in DataLoader.rpcs().items()},
+    }
 
 
 def authorization_of(metadata: Iterable[Any]) -> str | None:

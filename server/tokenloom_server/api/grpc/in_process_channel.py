@@ -34,7 +34,11 @@ class InProcessChannel(grpc.Channel):
         self._loader = DataLoader(runs, Access(), hands_over=True)
 
     def unary_unary(  # type: ignore[override]  # generated stubs give both
-        self, method: str, request_serializer: _Serializer, response_deserializer: _Deserializer, **_: Any
+        self,
+        method: str,
+        request_serializer: _Serializer,
+        response_deserializer: _Deserializer,
+        **_: Any,
     ) -> Any:
         """A method of one request and one response. Deadlines are not kept: nobody here waits for another rank."""
         name = _name(method)
@@ -54,13 +58,19 @@ class InProcessChannel(grpc.Channel):
         return call
 
     def stream_stream(  # type: ignore[override]  # the first is always given
-        self, method: str, request_serializer: _Serializer, response_deserializer: _Deserializer | None = None, **_: Any
+        self,
+        method: str,
+        request_serializer: _Serializer,
+        response_deserializer: _Deserializer | None = None,
+        **_: Any,
     ) -> Any:
         """A method of many requests and many responses; these as bytes without a deserializer, or as ``Delivered``."""
         _name(method)
 
         def call(requests: Iterable[Any], **_: object) -> InProcessCall:
-            return InProcessCall(self._loader, map(request_serializer, requests), response_deserializer)
+            return InProcessCall(
+                self._loader, map(request_serializer, requests), response_deserializer
+            )
 
         return call
 
@@ -70,7 +80,9 @@ class InProcessChannel(grpc.Channel):
     def stream_unary(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("the service has no method of this kind")
 
-    def subscribe(self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False) -> None:
+    def subscribe(
+        self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False
+    ) -> None:
         callback(grpc.ChannelConnectivity.READY)
 
     def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
@@ -89,7 +101,9 @@ class InProcessChannel(grpc.Channel):
 class InProcessCall:
     """A stream that goes on as long as it is iterated."""
 
-    def __init__(self, loader: DataLoader, requests: Iterator[bytes], deserializer: _Deserializer | None) -> None:
+    def __init__(
+        self, loader: DataLoader, requests: Iterator[bytes], deserializer: _Deserializer | None
+    ) -> None:
         self._loader, self._requests, self._deserializer = loader, requests, deserializer
         self._call = Call(None, _ADDRESS)
         self._stream: ClientStream | None = None

@@ -41,11 +41,12 @@ def training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
     joined = served.join_handler.join(call)
     opening, plans = joined.opening, batch_plans_of(joined.opening).plans
     if call.rank == 0 and opening.generation != before.number:
-        opened = (
-            f"generation {opening.generation} with {opening.world_size} ranks at sample {joined.start.sample_index}"
-        )
+        opened = f"generation {opening.generation} with {opening.world_size} ranks at sample {joined.start.sample_index}"
         opened += ", taking over" if call.takeover else ""
-        audit.changed(served, f"opened {opened} (before: generation {before.number} with {len(before.ranks)} ranks)")
+        audit.changed(
+            served,
+            f"opened {opened} (before: generation {before.number} with {len(before.ranks)} ranks)",
+        )
     return _response(
         served.coordinator,
         joined.uid,
@@ -57,7 +58,9 @@ def training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
         batch_size=opening.batch_size,
         batch_plans=[
             wire.BatchPlan(
-                begin_index=plan.start_index, batch_size=plan.batch_size, group_micro_steps=plan.group_micro_steps
+                begin_index=plan.start_index,
+                batch_size=plan.batch_size,
+                group_micro_steps=plan.group_micro_steps,
             )
             for plan in (plans if len(plans) > 1 else ())
         ],
@@ -91,7 +94,9 @@ def evaluation(served: ServedRun, request: wire.JoinRequest) -> wire.JoinRespons
         **_layout(kept.factory),
         run_uid=served.coordinator.uid,
         start_digest=digest_hex(0),
-        sources=[_named(source) for source in kept.factory.config.sources if source.presence != "dropped"],
+        sources=[
+            _named(source) for source in kept.factory.config.sources if source.presence != "dropped"
+        ],
         group_micro_steps=served.coordinator.message_steps(request.batch_size),
         server_epoch=served.coordinator.lease.epoch,
         batch_size=request.batch_size,
@@ -101,18 +106,30 @@ def evaluation(served: ServedRun, request: wire.JoinRequest) -> wire.JoinRespons
 
 def call_of(kind: type[_Call], message: Message, **others: Any) -> _Call:
     """A call of ``others``, and of what a message has under the names of its remaining fields."""
-    same = {field.name: getattr(message, field.name) for field in fields(kind) if field.name not in others}
+    same = {
+        field.name: getattr(message, field.name)
+        for field in fields(kind)
+        if field.name not in others
+    }
     return kind(**others, **same)
 
 
 def _response(
-    coordinator: RunCoordinator, uid: str, start: State, start_state: str, lineage: int, **further: Any
+    coordinator: RunCoordinator,
+    uid: str,
+    start: State,
+    start_state: str,
+    lineage: int,
+    **further: Any,
 ) -> wire.JoinResponse:
     """``lineage``: the generation that snapshots name."""
     timeline = coordinator.timeline
     factory = timeline.at(start.sample_index)
     # Those that phases and revisions bring later, too: ids are never given twice.
-    sources = [*factory.config.sources, *timeline.segments[-1].config.sources[len(factory.config.sources) :]]
+    sources = [
+        *factory.config.sources,
+        *timeline.segments[-1].config.sources[len(factory.config.sources) :],
+    ]
     return wire.JoinResponse(
         run_uid=uid,
         start_index=start.sample_index,
@@ -143,5 +160,7 @@ def _layout(factory: PipelineFactory) -> dict[str, Any]:
     }
     if factory.config.batching is None:
         layout["id_type"] = _ID_TYPES[factory.record.dtype.itemsize]
-        layout["labels"] = wire.LABELS_SHIFTED if factory.config.labels == "shifted" else wire.LABELS_SAME
+        layout["labels"] = (
+            wire.LABELS_SHIFTED if factory.config.labels == "shifted" else wire.LABELS_SAME
+        )
     return layout

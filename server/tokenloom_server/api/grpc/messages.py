@@ -41,12 +41,17 @@ def encode_delivery(
         source_ids=group.source_ids[rank, first:last].ravel().tolist(),
         document_counts=counts,
         document_starts=starts.tolist(),
-        base=wire.Base(sample_index=group.begin, resume_state=group.resume_state.encode()) if with_base else None,
+        base=wire.Base(sample_index=group.begin, resume_state=group.resume_state.encode())
+        if with_base
+        else None,
         buckets=[
             wire.Bucket(
                 name=bucket.name,
                 source=bucket.source,
-                columns=[wire.Column(name=name, dtype=dtype, shape=shape) for name, dtype, shape in bucket.columns],
+                columns=[
+                    wire.Column(name=name, dtype=dtype, shape=shape)
+                    for name, dtype, shape in bucket.columns
+                ],
                 sample_bytes=bucket.sample_bytes,
             )
             for bucket in _buckets(group, rank, first, last)
@@ -56,15 +61,25 @@ def encode_delivery(
     ids = _ids(rank, delivery)
     size = sum(map(len, ids)) if group.of_rows else len(ids) * len(ids[0])
     ids_key = _key(wire.Batches.IDS_FIELD_NUMBER) + varint(size)
-    batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + varint(len(batches) + len(ids_key) + size)
-    rest = wire.StreamResponse(committed_through=committed_through, server_epoch=epoch).SerializeToString()
+    batches_key = _key(wire.StreamResponse.BATCHES_FIELD_NUMBER) + varint(
+        len(batches) + len(ids_key) + size
+    )
+    rest = wire.StreamResponse(
+        committed_through=committed_through, server_epoch=epoch
+    ).SerializeToString()
     return b"".join((batches_key, batches, ids_key, *ids, rest))
 
 
-def hand_over(rank: int, delivery: Delivery, committed_through: int, epoch: int, *, document_starts: bool) -> Delivered:
+def hand_over(
+    rank: int, delivery: Delivery, committed_through: int, epoch: int, *, document_starts: bool
+) -> Delivered:
     """As ``encode_delivery``, for a client in this process: what its message would be read as."""
     group, first, last, with_base = delivery
-    counts, starts = group.document_starts(rank, first, last) if document_starts else ([], np.empty(0, np.uint32))
+    counts, starts = (
+        group.document_starts(rank, first, last)
+        if document_starts
+        else ([], np.empty(0, np.uint32))
+    )
     steps, marks = range(first, last), group.marks[first:last]
     real = [group.real_tokens(step) for step in steps]
     return Delivered(
@@ -88,11 +103,15 @@ def hand_over(rank: int, delivery: Delivery, committed_through: int, epoch: int,
     )
 
 
-def response_of(item: EndOfData | Waiting, committed_through: int, epoch: int) -> wire.StreamResponse:
+def response_of(
+    item: EndOfData | Waiting, committed_through: int, epoch: int
+) -> wire.StreamResponse:
     """What a stream says where it has no samples."""
     response = wire.StreamResponse(committed_through=committed_through, server_epoch=epoch)
     if isinstance(item, EndOfData):
-        end = wire.EndOfData(end_index=item.end_index, reason=item.reason, dropped_samples=item.dropped_samples)
+        end = wire.EndOfData(
+            end_index=item.end_index, reason=item.reason, dropped_samples=item.dropped_samples
+        )
         response.end_of_data.CopyFrom(end)
     else:
         response.heartbeat.waiting_for = item.waiting_for
@@ -100,7 +119,9 @@ def response_of(item: EndOfData | Waiting, committed_through: int, epoch: int) -
     return response
 
 
-def encode_slice(part: Slice, committed_through: int, epoch: int, *, document_starts: bool) -> wire.StreamResponse:
+def encode_slice(
+    part: Slice, committed_through: int, epoch: int, *, document_starts: bool
+) -> wire.StreamResponse:
     """Micro-steps of an evaluation."""
     counts, starts = part.starts if document_starts else ([], [])
     batches = wire.Batches(
@@ -124,7 +145,9 @@ def encode_slice(part: Slice, committed_through: int, epoch: int, *, document_st
         document_counts=counts,
         document_starts=starts,
     )
-    return wire.StreamResponse(batches=batches, committed_through=committed_through, server_epoch=epoch)
+    return wire.StreamResponse(
+        batches=batches, committed_through=committed_through, server_epoch=epoch
+    )
 
 
 def _step_infos(group: StepGroup, first: int, last: int, rank: int) -> bytes:
@@ -155,9 +178,13 @@ def counts_of(group: StepGroup, first: int, last: int) -> bytes:
     counts = group.message_counts.get((first, last))
     if counts is None:
         numbers = [column.tolist() for column in group.source_counts(first, last)]
-        fields = dict(zip(("entries", "source_ids", "samples", "padding_tokens"), numbers, strict=True))
+        fields = dict(
+            zip(("entries", "source_ids", "samples", "padding_tokens"), numbers, strict=True)
+        )
         new = group.marks[last - 1].stage.config.sources[len(group.base.sources) :]
-        counts = wire.SourceCounts(**fields, specs=[source.source for source in new]).SerializeToString()
+        counts = wire.SourceCounts(
+            **fields, specs=[source.source for source in new]
+        ).SerializeToString()
         group.message_counts[first, last] = counts
     return counts
 
@@ -177,7 +204,9 @@ def _buckets(group: StepGroup, rank: int, first: int, last: int) -> Iterator[Del
         batch = group.batch_of(step)
         sizes = list(map(len, group.ids(rank, step, step + 1)))
         source = group.marks[step].stage.config.sources[int(group.source_ids[rank, step, 0])].name
-        yield DeliveredBucket(batch.bucket, source, batch.features, sizes if len(set(sizes)) > 1 else ())
+        yield DeliveredBucket(
+            batch.bucket, source, batch.features, sizes if len(set(sizes)) > 1 else ()
+        )
 
 
 def _key(field: int) -> bytes:

@@ -73,12 +73,19 @@ class Rpc:
         """Reads a request. A larger one than allowed is not parsed. Raises ``LimitExceeded``, ``ConfigError``."""
         if len(data) > self.max_bytes:
             name = self.request.DESCRIPTOR.name
-            raise LimitExceeded(f"a {name} has {len(data)} bytes; expected at most {self.max_bytes}: send less")
+            raise LimitExceeded(
+                f"a {name} has {len(data)} bytes; expected at most {self.max_bytes}: send less"
+            )
         return read(self.request.FromString, data)
 
 
 def rpc(
-    scope: Scope, request: Any, *, max_bytes: int = SMALL_REQUEST_BYTES, trains: bool = False, streams: bool = False
+    scope: Scope,
+    request: Any,
+    *,
+    max_bytes: int = SMALL_REQUEST_BYTES,
+    trains: bool = False,
+    streams: bool = False,
 ) -> Callable[[_Method], _Method]:
     """Decorates a method of a servicer, which takes a request (of a stream: its first) and the ``Call``."""
 
@@ -94,7 +101,9 @@ def read(parse: Any, data: bytes) -> Any:
     try:
         return parse(data)
     except DecodeError as error:
-        raise ConfigError(f"the call's message of {len(data)} bytes is not what its method takes: {error}") from None
+        raise ConfigError(
+            f"the call's message of {len(data)} bytes is not what its method takes: {error}"
+        ) from None
 
 
 def shown(error: Exception) -> TokenloomError:
@@ -112,6 +121,10 @@ def details_of(error: TokenloomError) -> str:
 
 def metadata_of(error: TokenloomError) -> tuple[tuple[str, str], ...]:
     """What else a client may know of an error, beside its status and message."""
-    retry = () if error.retry_for_s is None else (("tokenloom-retry-for-s", f"{error.retry_for_s:.1f}"),)
+    retry = (
+        ()
+        if error.retry_for_s is None
+        else (("tokenloom-retry-for-s", f"{error.retry_for_s:.1f}"),)
+    )
     launch = (("tokenloom-of-launch", "1"),) if error.of_launch else ()
     return ("tokenloom-error", error.name), *retry, *launch

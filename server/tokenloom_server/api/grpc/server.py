@@ -39,7 +39,9 @@ _T = TypeVar("_T")
 class GrpcServer:
     """The gRPC endpoint: the data loader, health and reflection. Holds its address from its constructor on."""
 
-    def __init__(self, address: str, access: Access = OPEN_TO_ALL, max_connections: int = MAX_CALLS) -> None:
+    def __init__(
+        self, address: str, access: Access = OPEN_TO_ALL, max_connections: int = MAX_CALLS
+    ) -> None:
         """Binds ``address`` (``host:port``, port 0 for a free one), for so many connections at a time: the next is
         closed at once. Raises ``ConfigError`` where that fails."""
         self._access = access
@@ -59,7 +61,9 @@ class GrpcServer:
                 "address of this machine (port 0 picks a free one)"
             ) from None
         if not port:
-            raise ConfigError(f"--grpc {address}: cannot listen there; expected host:port of this machine")
+            raise ConfigError(
+                f"--grpc {address}: cannot listen there; expected host:port of this machine"
+            )
         #: Where clients connect, ``host:port``.
         self.address = f"{host}:{port}"
 
@@ -119,7 +123,10 @@ def _options(max_connections: int) -> list[tuple[str, int]]:
         # A client whose machine is gone, or that is stopped, would keep its stream, and what waits in it.
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
-        ("grpc.http2.ping_timeout_ms", KEEPALIVE_S * 1000),  # else a minute, whatever the line above says
+        (
+            "grpc.http2.ping_timeout_ms",
+            KEEPALIVE_S * 1000,
+        ),  # else a minute, whatever the line above says
         ("grpc.http2.max_pings_without_data", 0),
         # Clients ping when a call is long silent, such as a Join that waits for rank 0.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
@@ -141,7 +148,9 @@ def _options(max_connections: int) -> list[tuple[str, int]]:
 def _credentials(tls: Tls) -> grpc.ServerCredentials:
     def newest() -> grpc.ServerCertificateConfiguration:  # gRPC asks for each connection
         now = tls.content
-        return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.client_ca)
+        return grpc.ssl_server_certificate_configuration(
+            [(now.key, now.certificate)], now.client_ca
+        )
 
     return grpc.dynamic_ssl_server_credentials(newest(), newest, tls.content.client_ca is not None)
 
@@ -150,7 +159,9 @@ def _try_to_listen(address: str) -> int:
     """How many addresses the name has. Raises ``OSError`` with the reason; gRPC itself knows none, and writes lines of
     its own to stderr."""
     host, _, port = address.rpartition(":")
-    addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
     for family, _, _, _, socket_address in addresses:
         socket.create_server(socket_address[:2], family=family).close()
     return len(addresses)

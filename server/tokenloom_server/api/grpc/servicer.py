@@ -17,13 +17,26 @@ from tokenloom_server.api.auth import Access, Scope, Token
 from tokenloom_server.api.grpc import join
 from tokenloom_server.api.grpc.messages import encode_delivery, hand_over
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Call, Rpc, rpc
-from tokenloom_server.api.grpc.stream import NO_OPENING, ClientStream, Item, RankSource, StreamSource
+from tokenloom_server.api.grpc.stream import (
+    NO_OPENING,
+    ClientStream,
+    Item,
+    RankSource,
+    StreamSource,
+)
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core import caller
 from tokenloom_server.core.caller import Caller
-from tokenloom_server.errors import ConfigError, Forbidden, JoinRefused, NotFound, TokenloomError, Unauthenticated
+from tokenloom_server.errors import (
+    ConfigError,
+    Forbidden,
+    JoinRefused,
+    NotFound,
+    TokenloomError,
+    Unauthenticated,
+)
 from tokenloom_server.replay.evaluation import EvaluationCall
 from tokenloom_server.run.join_call import MAX_WORLD_SIZE
 from tokenloom_server.run.losses import Report
@@ -80,7 +93,7 @@ class DataLoader:
 
     # Training, but to peek and to evaluate.
     @rpc(Scope.READ, wire.JoinRequest, max_bytes=MAX_REQUEST_BYTES, trains=True)
-    def Join(self, request: wire.JoinRequest, call: Call) -> wire.JoinResponse:  # noqa: N802
+    def Join(self, request: wire.JoinRequest, call: Call) -> wire.JoinResponse:
         require_compatible(request.release, self._release)
         answer = self._join(request, call)
         answer.release = self._release
@@ -103,14 +116,16 @@ class DataLoader:
 
     # Training, but to peek and to evaluate.
     @rpc(Scope.READ, wire.StreamRequest, trains=True, streams=True)
-    def Stream(self, first: wire.StreamRequest, call: Call) -> ClientStream:  # noqa: N802
+    def Stream(self, first: wire.StreamRequest, call: Call) -> ClientStream:
         if first.WhichOneof("kind") != "open":
             raise JoinRefused(NO_OPENING)
         opened = first.open
         evaluates = _evaluates(opened)
         scope = Scope.READ if evaluates or opened.peek else Scope.TRAIN
         token = self._require(scope, call)
-        served = self._runs.get(opened.run) if evaluates else self._served(opened.run, opened.stream)
+        served = (
+            self._runs.get(opened.run) if evaluates else self._served(opened.run, opened.stream)
+        )
         recheck = self._access.hold(call, token, scope, opened.run)
         served.closers.add(call.cancel)
         call.until_end.callback(served.closers.discard, call.cancel)
@@ -119,7 +134,7 @@ class DataLoader:
 
     # Control where it is to be saved.
     @rpc(Scope.READ, wire.SnapshotRequest)
-    def Snapshot(  # noqa: N802
+    def Snapshot(
         self, request: wire.SnapshotRequest, call: Call
     ) -> wire.SnapshotResponse:
         if request.save:
@@ -127,19 +142,23 @@ class DataLoader:
         served = self._served(request.run, request.stream)
         index = None if request.sample_index == -1 else request.sample_index
         if index is not None and index < 0:
-            raise ConfigError(f"sample_index is {index}; expected one from 0 on, or -1 for the committed one")
+            raise ConfigError(
+                f"sample_index is {index}; expected one from 0 on, or -1 for the committed one"
+            )
         text, snapshot_id = served.snapshots.take(index, save=request.save)
         if request.save:
             audit.changed(served, f"saved the snapshot {snapshot_id}")
         return wire.SnapshotResponse(snapshot_json=text, id=snapshot_id or "")
 
     @rpc(Scope.CONTROL, wire.RestoreRequest, max_bytes=MAX_REQUEST_BYTES)
-    def Restore(self, request: wire.RestoreRequest, call: Call) -> wire.RestoreResponse:  # noqa: N802
+    def Restore(self, request: wire.RestoreRequest, call: Call) -> wire.RestoreResponse:
         served = self._served(request.run, request.stream)
         kind = request.WhichOneof("point")
         for field in ("skip_samples", "skip_tokens"):
             if getattr(request, field) < 0:
-                raise ConfigError(f"{field} is {getattr(request, field)}; expected a number from 0 on")
+                raise ConfigError(
+                    f"{field} is {getattr(request, field)}; expected a number from 0 on"
+                )
         with audit.pinning(served):
             point = served.restores.restore(
                 snapshot_id=request.snapshot_id if kind == "snapshot_id" else None,
@@ -149,36 +168,46 @@ class DataLoader:
                 skip_tokens=request.skip_tokens,
                 undo_skip=request.undo_skip,
             )
-        return wire.RestoreResponse(sample_index=point.sample_index, digest=point.digest, skips=point.skips or {})
+        return wire.RestoreResponse(
+            sample_index=point.sample_index, digest=point.digest, skips=point.skips or {}
+        )
 
     @rpc(Scope.READ, wire.StatsRequest)
-    def Stats(self, request: wire.StatsRequest, call: Call) -> wire.StatsResponse:  # noqa: N802
+    def Stats(self, request: wire.StatsRequest, call: Call) -> wire.StatsResponse:
         if not request.run:
             about = {"runs": self._runs.names(), "rest_address": self._rest_address}
             return wire.StatsResponse(stats_json=json.dumps(about))
-        return wire.StatsResponse(stats_json=self._runs.get(request.run).stats.read().model_dump_json())
+        return wire.StatsResponse(
+            stats_json=self._runs.get(request.run).stats.read().model_dump_json()
+        )
 
     @rpc(Scope.READ, wire.PlanRequest)
-    def Plan(self, request: wire.PlanRequest, call: Call) -> wire.PlanResponse:  # noqa: N802
+    def Plan(self, request: wire.PlanRequest, call: Call) -> wire.PlanResponse:
         plan = self._runs.get(request.run).plan_from_start(request.until_tokens or None)
         return wire.PlanResponse(plan_json=plan.model_dump_json())
 
     @rpc(Scope.READ, wire.TokenizerRequest)
-    def Tokenizer(  # noqa: N802
+    def Tokenizer(
         self, request: wire.TokenizerRequest, call: Call
     ) -> wire.TokenizerResponse:
         definition = self._runs.get(request.run).coordinator.order.record.tokenizer
         if definition is None:
             return wire.TokenizerResponse()
-        return wire.TokenizerResponse(tokenizer_json=definition.content.encode(), is_bytes=definition.is_bytes)
+        return wire.TokenizerResponse(
+            tokenizer_json=definition.content.encode(), is_bytes=definition.is_bytes
+        )
 
     @rpc(Scope.TRAIN, wire.ReportRequest, max_bytes=MAX_REPORT_BYTES)
-    def Report(self, request: wire.ReportRequest, call: Call) -> wire.ReportResponse:  # noqa: N802
+    def Report(self, request: wire.ReportRequest, call: Call) -> wire.ReportResponse:
         served = self._served(request.run, request.stream)
         sources = {each.source_id: (each.loss, each.tokens) for each in request.sources}
         if len(sources) < len(request.sources):
-            twice = next(i for i, n in Counter(each.source_id for each in request.sources).items() if n > 1)
-            raise ConfigError(f"sources: source_id {twice} is reported twice; report each once, over all ranks")
+            twice = next(
+                i for i, n in Counter(each.source_id for each in request.sources).items() if n > 1
+            )
+            raise ConfigError(
+                f"sources: source_id {twice} is reported twice; report each once, over all ranks"
+            )
         report = join.call_of(
             Report,
             request,
@@ -200,7 +229,9 @@ class DataLoader:
     def _served(self, run: str, stream: str) -> ServedRun:
         served = self._runs.get(run)
         if (stream or TRAIN) != TRAIN:
-            raise NotFound(f"{stream!r} is not trained on, so it has no snapshots and no restores; expected {TRAIN!r}")
+            raise NotFound(
+                f"{stream!r} is not trained on, so it has no snapshots and no restores; expected {TRAIN!r}"
+            )
         return served
 
 
@@ -215,13 +246,17 @@ def _evaluates(request: wire.JoinRequest | wire.StreamOpen) -> bool:
     return True
 
 
-def _source(served: ServedRun, opened: wire.StreamOpen, call: Call, evaluates: bool) -> StreamSource:
+def _source(
+    served: ServedRun, opened: wire.StreamOpen, call: Call, evaluates: bool
+) -> StreamSource:
     """What a stream sends."""
     uid, index, digest = opened.run_uid, opened.received_through, opened.received_digest
     if evaluates:
         return served.evaluations.open(uid, join.call_of(EvaluationCall, opened), index, digest)
     if opened.peek:
-        return call.until_end.enter_context(served.peeks.open(uid, index, opened.batch_size, digest))
+        return call.until_end.enter_context(
+            served.peeks.open(uid, index, opened.batch_size, digest)
+        )
     sessions = served.coordinator.sessions
     session = sessions.attach(
         uid,

@@ -38,9 +38,13 @@ class StreamSource(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | Slice | EndOfData | Waiting: ...
+    def next(
+        self, timeout_s: float, interrupted: Callable[[], bool]
+    ) -> Delivery | Slice | EndOfData | Waiting: ...
 
-    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str, waited_s: float) -> None: ...
+    def progress(
+        self, consumed_through: int, credit_micro_steps: int, digest: str, waited_s: float
+    ) -> None: ...
 
     def wake(self) -> None: ...
 
@@ -55,10 +59,14 @@ class RankSource(NamedTuple):
     def rank(self) -> int:
         return self.session.rank
 
-    def next(self, timeout_s: float, interrupted: Callable[[], bool]) -> Delivery | EndOfData | Waiting:
+    def next(
+        self, timeout_s: float, interrupted: Callable[[], bool]
+    ) -> Delivery | EndOfData | Waiting:
         return self.sessions.next_for(self.session, timeout_s, interrupted)
 
-    def progress(self, consumed_through: int, credit_micro_steps: int, digest: str, waited_s: float) -> None:
+    def progress(
+        self, consumed_through: int, credit_micro_steps: int, digest: str, waited_s: float
+    ) -> None:
         self.sessions.progress(self.session, consumed_through, credit_micro_steps, digest, waited_s)
 
     def wake(self) -> None:
@@ -79,7 +87,12 @@ class ClientStream:
     ) -> None:
         """``deliver``: ``encode_delivery`` or ``hand_over``. ``recheck`` raises what ends a stream whose token is not
         good for it any more."""
-        self.coordinator, self._source, self._deliver, self._recheck = coordinator, source, deliver, recheck
+        self.coordinator, self._source, self._deliver, self._recheck = (
+            coordinator,
+            source,
+            deliver,
+            recheck,
+        )
         self._call, self._document_starts = call, opened.document_starts
         #: Of a rank's stream.
         self.session = source.session if isinstance(source, RankSource) else None
@@ -109,7 +122,9 @@ class ClientStream:
             else:
                 request = _RPC.parse(data)
                 if request.WhichOneof("kind") != "progress":
-                    raise JoinRefused("a stream is opened once; after StreamOpen it carries Progress")
+                    raise JoinRefused(
+                        "a stream is opened once; after StreamOpen it carries Progress"
+                    )
                 self._progress(request.progress)
         except Exception as error:
             self._error = error
@@ -160,12 +175,19 @@ class ClientStream:
         committed, epoch = self.coordinator.committed_through, self.coordinator.lease.epoch
         self._said_at = time.monotonic()
         if isinstance(item, Delivery):
-            return self._deliver(self._source.rank, item, committed, epoch, document_starts=self._document_starts)
+            return self._deliver(
+                self._source.rank, item, committed, epoch, document_starts=self._document_starts
+            )
         if isinstance(item, Slice):
-            return encode_slice(item, committed, epoch, document_starts=self._document_starts).SerializeToString()
+            return encode_slice(
+                item, committed, epoch, document_starts=self._document_starts
+            ).SerializeToString()
         return response_of(item, committed, epoch).SerializeToString()
 
     def _progress(self, progress: wire.Progress) -> None:
         self._source.progress(
-            progress.consumed_through, progress.credit_micro_steps, progress.digest, progress.waited_s
+            progress.consumed_through,
+            progress.credit_micro_steps,
+            progress.digest,
+            progress.waited_s,
         )

@@ -26,4 +26,8 @@ def page_files() -> Iterator[tuple[str, bytes, str]]:
         for file in folder.iterdir():
             media_type = _MEDIA_TYPES.get(PurePath(file.name).suffix)
             if media_type is not None:
-                yield "/" if file.name == "index.html" else f"{url}/{file.name}", file.read_bytes(), media_type
+                yield (
+                    "/" if file.name == "index.html" else f"{url}/{file.name}",
+                    file.read_bytes(),
+                    media_type,
+                )

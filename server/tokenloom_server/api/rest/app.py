@@ -58,7 +58,11 @@ class RestApp(FastAPI):
         """The schema, with the kind of token that its routes refer to."""
         schema = super().openapi()
         schema["components"]["securitySchemes"] = {
-            "token": {"type": "http", "scheme": "bearer", "description": "Where the server was started with a token."}
+            "token": {
+                "type": "http",
+                "scheme": "bearer",
+                "description": "Where the server was started with a token.",
+            }
         }
         return schema
 

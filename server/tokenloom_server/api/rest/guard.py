@@ -73,7 +73,9 @@ class Guard:
         async def send_secured(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if message["status"] in (401, 403):
-                    self._access.refusals.note(f"{scope['method']} {scope['path']}", _address_of(scope), reason)
+                    self._access.refusals.note(
+                        f"{scope['method']} {scope['path']}", _address_of(scope), reason
+                    )
                 headers = MutableHeaders(scope=message)
                 for name, value in SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
@@ -90,7 +92,11 @@ class Guard:
             reason = refusal.message
             name = refusal.name or HTTP_ERRORS[refusal.status]
             answer = problem(refusal.status, name, refusal.message, headers_out)
-            await answer(scope, receive, _lingering(send_secured, receive) if refusal.unread else send_secured)
+            await answer(
+                scope,
+                receive,
+                _lingering(send_secured, receive) if refusal.unread else send_secured,
+            )
         except ClientDisconnect:
             pass
         else:
@@ -124,7 +130,9 @@ class Guard:
         except TokenloomError as error:
             # What RFC 6750 says to a client: which kind of token, and which scope was short.
             lacks = (
-                f', error="insufficient_scope", scope="{needed.scope.name.lower()}"' if error.http_status == 403 else ""
+                f', error="insufficient_scope", scope="{needed.scope.name.lower()}"'
+                if error.http_status == 403
+                else ""
             )
             raise _Refused(
                 error.http_status,
@@ -142,7 +150,9 @@ class Guard:
         with contextlib.suppress(ValueError):
             ipaddress.ip_address(name)
             return True
-        return bool(name) and ("." not in name or name.endswith(".localhost") or name == self._own_name)
+        return bool(name) and (
+            "." not in name or name.endswith(".localhost") or name == self._own_name
+        )
 
 
 async def _read_strict_json(headers: Headers, receive: Receive) -> bytes:
@@ -173,7 +183,9 @@ async def _read_strict_json(headers: Headers, receive: Receive) -> bytes:
                 if len(body) > MAX_BODY_BYTES:
                     raise _Refused(413, too_large, unread=more)
     except TimeoutError:
-        raise _Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", unread=True) from None
+        raise _Refused(
+            408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", unread=True
+        ) from None
     if body:
         try:
             strict_json(bytes(body))
@@ -185,7 +197,9 @@ async def _read_strict_json(headers: Headers, receive: Receive) -> bytes:
 def _still_connected(request: Request) -> Callable[[], bool]:
     """Whether the client is still there, for the thread in which its route works."""
     loop = asyncio.get_running_loop()
-    return lambda: not asyncio.run_coroutine_threadsafe(request.is_disconnected(), loop).result(LOOK_S)
+    return lambda: (
+        not asyncio.run_coroutine_threadsafe(request.is_disconnected(), loop).result(LOOK_S)
+    )
 
 
 def _address_of(scope: Scope) -> str:

@@ -46,7 +46,9 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_fault)
 
 
-def problem(status: int, name: str, message: str, headers: dict[str, str] | None = None) -> Response:
+def problem(
+    status: int, name: str, message: str, headers: dict[str, str] | None = None
+) -> Response:
     # A message may quote a lone surrogate out of a request; it leaves as JSON's own escape of it.
     text = json.dumps({"error": name, "message": message}, ensure_ascii=False)
     retry = {"retry-after": "1"} if status == 503 else {}
@@ -72,7 +74,10 @@ def _on_http_error(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{quoted(request.url.path)} answers to {allowed}, but this is {request.method}"
     return problem(
-        error.status_code, HTTP_ERRORS.get(error.status_code, "BadRequest"), message, dict(error.headers or {})
+        error.status_code,
+        HTTP_ERRORS.get(error.status_code, "BadRequest"),
+        message,
+        dict(error.headers or {}),
     )
 
 
@@ -95,7 +100,10 @@ def _fault_line(fault: dict[str, Any]) -> str:
     if fault["type"] == "extra_forbidden":
         return f"{field}: found a field that is not known here; /openapi.json lists those that are"
     expected = (
-        str(fault["msg"]).removeprefix("Value error, ").removeprefix("expected ").removeprefix("Input should be ")
+        str(fault["msg"])
+        .removeprefix("Value error, ")
+        .removeprefix("expected ")
+        .removeprefix("Input should be ")
     )
     return f"{field}: found {quoted(fault['input'])}; expected {expected[:1].lower()}{expected[1:]}"
 

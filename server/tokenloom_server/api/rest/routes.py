@@ -56,7 +56,9 @@ async def refuse_unknown_parameters(request: Request) -> None:
         if name not in known:
             meant = "".join(f"; did you mean {near}?" for near in get_close_matches(name, known, 1))
             expected = f"expected one of {', '.join(known)}" if known else "this route takes none"
-            raise HTTPException(422, f"query: found the unknown parameter {quoted(name)}; {expected}{meant}")
+            raise HTTPException(
+                422, f"query: found the unknown parameter {quoted(name)}; {expected}{meant}"
+            )
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class Backend:
     access: Access = OPEN_TO_ALL
     folder: RunFolder | None = None
     """How runs are added and removed; none that is followed if not given."""
-    plans: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(MAX_PLANS))
+    plans: threading.BoundedSemaphore = field(
+        default_factory=lambda: threading.BoundedSemaphore(MAX_PLANS)
+    )
     """Held by each plan that is being made."""
     drawing: threading.Lock = field(default_factory=threading.Lock)
     """matplotlib's settings are the process's: one picture at a time."""
@@ -84,7 +88,9 @@ class Backend:
     @cached_property
     def registry(self) -> CollectorRegistry:
         """The metrics."""
-        return create_registry(self.runs, version=self.version, access=self.access, folder=self.folder)
+        return create_registry(
+            self.runs, version=self.version, access=self.access, folder=self.folder
+        )
 
 
 async def _app_backend(request: Request) -> Backend:

@@ -30,7 +30,9 @@ _TICK_S = 0.1
 class RestServer:
     """REST at an address that it holds from its constructor on. ``start`` makes it answer, ``stop`` ends it."""
 
-    def __init__(self, host: str, port: int, access: Access = OPEN_TO_ALL, *, only_health: bool = False) -> None:
+    def __init__(
+        self, host: str, port: int, access: Access = OPEN_TO_ALL, *, only_health: bool = False
+    ) -> None:
         """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had."""
         self._access = access
         self._tls = None if only_health else access.tls  # probes have no certificates
@@ -48,7 +50,9 @@ class RestServer:
         self._thread: Background | None = None
         self._http: Http | None = None
 
-    def start(self, runs: Runs, folder: RunFolder | None = None, *, grpc_address: str | None = None) -> None:
+    def start(
+        self, runs: Runs, folder: RunFolder | None = None, *, grpc_address: str | None = None
+    ) -> None:
         """Answers with what is asked of ``runs`` (see ``routes.Backend``), from a thread. Requests wait until the
         packages are imported."""
         # A daemon, so that a request that never ends cannot keep the process.
@@ -69,11 +73,15 @@ class RestServer:
             self._thread.ending.set()
             self._thread.join(timeout)
         self._listener.close()
-        if self._thread is None or not (self._thread.is_alive() or (http is not None and http.dropped)):
+        if self._thread is None or not (
+            self._thread.is_alive() or (http is not None and http.dropped)
+        ):
             return True
         if http is not None:
             http.force_exit = True
-        logger.warning("REST: a request was still running %g s after the stop; it was dropped", timeout)
+        logger.warning(
+            "REST: a request was still running %g s after the stop; it was dropped", timeout
+        )
         return False
 
     def _run(self, runs: Runs, folder: RunFolder | None, grpc_address: str | None) -> None:
@@ -89,7 +97,10 @@ class RestServer:
 
         for document in (SnapshotDocument, ResumeStateDocument):
             document.model_rebuild()  # which the first restore would otherwise wait for
-        app = create_app(Backend(runs, version("tokenloom"), grpc_address, self._access, folder), self._only_health)
+        app = create_app(
+            Backend(runs, version("tokenloom"), grpc_address, self._access, folder),
+            self._only_health,
+        )
         http = self._http = Http(app, self._tls)
         self._listener.make_room = http.make_room
         # Whoever stops sets this first and looks at ``_http`` then: one of the two sees the other.

@@ -93,7 +93,11 @@ class Http(uvicorn.Server):
     def make_room(self) -> bool:
         """Closes the half of the connections without a request that is so for longer; False where there are none."""
         connections: Any = self.server_state.connections  # all are ours
-        unasked = (each for each in connections if not (each.is_asked or each.transport.get_write_buffer_size()))
+        unasked = (
+            each
+            for each in connections
+            if not (each.is_asked or each.transport.get_write_buffer_size())
+        )
         silent = sorted(unasked, key=attrgetter("waits_since"))
         for each in silent[: len(silent) // 2 + 1]:
             each.transport.abort()

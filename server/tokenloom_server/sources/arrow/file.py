@@ -63,15 +63,23 @@ def _mapped(path: str) -> Any:
 def open_tensors(file: File) -> TensorFile:
     """Opens a file whose parts are its record batches. Raises ``ValueError`` for one that has no way to a batch but
     past all before it, unless all of it can be held."""
-    batches, compressed, is_local = headers.scan(file), headers.is_compressed(file), isinstance(file, LocalFile)
+    batches, compressed, is_local = (
+        headers.scan(file),
+        headers.is_compressed(file),
+        isinstance(file, LocalFile),
+    )
     opened = open_arrow(file)
     if opened.is_file_format or batches.plain or compressed:
         has_dictionaries = any(pa.types.is_dictionary(field.type) for field in opened.schema)
         if not opened.is_file_format and not batches.plain and has_dictionaries:
-            raise ValueError("a compressed stream with dictionaries is read from its begin only; write it uncompressed")
+            raise ValueError(
+                "a compressed stream with dictionaries is read from its begin only; write it uncompressed"
+            )
         return _Batches(opened, batches, mapped=is_local and not compressed)
     if not is_local:
-        raise ValueError("a stream with dictionaries is read from its begin only; keep it locally, or write parquet")
+        raise ValueError(
+            "a stream with dictionaries is read from its begin only; keep it locally, or write parquet"
+        )
     return _Batches(opened, batches, mapped=True, held=list(opened.reader))
 
 
@@ -80,7 +88,12 @@ class _Batches:
     the batches that need them, are ``held``: it is followed once, and they are mapped."""
 
     def __init__(
-        self, opened: ArrowFile, batches: headers.Batches, *, mapped: bool, held: Sequence[Any] | None = None
+        self,
+        opened: ArrowFile,
+        batches: headers.Batches,
+        *,
+        mapped: bool,
+        held: Sequence[Any] | None = None,
     ) -> None:
         self._opened = opened
         self._offsets = batches.offsets
@@ -91,5 +104,9 @@ class _Batches:
         self.decoded_bytes = opened.file.size
 
     def read(self, part: int, names: Sequence[str]) -> list[pa.Array]:
-        batch = self._held[part] if self._held is not None else self._opened.batch(part, self._offsets[part])
+        batch = (
+            self._held[part]
+            if self._held is not None
+            else self._opened.batch(part, self._offsets[part])
+        )
         return [batch.column(name) for name in names]

@@ -47,7 +47,9 @@ class Batches(NamedTuple):
         """[blocks + 1]: the rows with which the blocks of a mapped file begin, and the row count."""
         if not (self.block_rows and self.plain):
             return self.ends
-        starts = [np.arange(begin, end, self.block_rows) for begin, end in pairwise(self.ends.tolist())]
+        starts = [
+            np.arange(begin, end, self.block_rows) for begin, end in pairwise(self.ends.tolist())
+        ]
         return np.concatenate([*starts, self.ends[-1:]])
 
 
@@ -58,7 +60,9 @@ def is_file_format(head: bytes | memoryview) -> bool:
 
 def is_compressed(file: File) -> bool:
     """Whether the first record batch of a file is. Raises ``ValueError`` when it cannot be reached."""
-    return next((header.compressed for _, header in _messages(file) if header.kind == _RECORD_BATCH), False)
+    return next(
+        (header.compressed for _, header in _messages(file) if header.kind == _RECORD_BATCH), False
+    )
 
 
 def block_rows(metadata: Mapping[bytes, bytes]) -> int:

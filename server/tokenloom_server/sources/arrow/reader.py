@@ -105,15 +105,21 @@ class ArrowSource(ShardedSource):
             yield from selection.rows_from(row, batch, first_row, where)
             first_row += len(batch)
 
-    def _read_batches(self, shard: int, opened: ArrowFile, fields: list[int], first: int) -> Iterator[Any]:
+    def _read_batches(
+        self, shard: int, opened: ArrowFile, fields: list[int], first: int
+    ) -> Iterator[Any]:
         """These fields, and perhaps others, of each record batch from the ``first`` on."""
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         if opened.is_file_format:
             # Of a file, though not of a stream, Arrow copies the fields that are included; that only pays where it
             # spares decompressing the others.
             known = self._batches.get(shard)
-            is_compressed = not (known is not None and known.plain) and self._headers(shard, headers.is_compressed)
-            reader = pa.ipc.open_file(opened.stream, options=options) if is_compressed else opened.reader
+            is_compressed = not (known is not None and known.plain) and self._headers(
+                shard, headers.is_compressed
+            )
+            reader = (
+                pa.ipc.open_file(opened.stream, options=options) if is_compressed else opened.reader
+            )
             for i in range(first, reader.num_record_batches):
                 yield reader.get_batch(i)
             return
@@ -143,7 +149,9 @@ class ArrowSource(ShardedSource):
     def _scan(self, shard: int, schema: pa.Schema) -> Batches:
         if shard not in self._batches:
             block_rows = headers.block_rows(schema.metadata or {})
-            self._batches[shard] = self._headers(shard, headers.scan)._replace(block_rows=block_rows)
+            self._batches[shard] = self._headers(shard, headers.scan)._replace(
+                block_rows=block_rows
+            )
         return self._batches[shard]
 
     def _headers(self, shard: int, read: Callable[[File], _Out]) -> _Out:

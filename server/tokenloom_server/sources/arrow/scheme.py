@@ -46,7 +46,9 @@ class ArrowScheme(Scheme):
             )
         prefix = spec.location.rstrip("/") or "/"
         if (folder / SPLITS).is_file():
-            choices = ", ".join(repr(f"arrow:{prefix}/{name}:{spec.column}") for name in _splits(folder))
+            choices = ", ".join(
+                repr(f"arrow:{prefix}/{name}:{spec.column}") for name in _splits(folder)
+            )
             raise SourceError(
                 f"{where}: {str(folder)!r} holds a dataset for each split; name one of them: {choices or 'none found'}"
             )
@@ -66,9 +68,13 @@ class ArrowScheme(Scheme):
 
     def remote_entries(self, spec: Spec, io_stats: IoStats) -> Sequence[Entry]:
         where, folder = f"source {str(spec)!r}", spec.location.rstrip("/")
-        listed = {entry.path.rpartition("/")[2]: entry for entry in listing.folder(folder, io_stats)}
+        listed = {
+            entry.path.rpartition("/")[2]: entry for entry in listing.folder(folder, io_stats)
+        }
         if SPLITS in listed:
-            raise SourceError(f"{where}: {folder!r} holds a dataset for each split; name one of its folders")
+            raise SourceError(
+                f"{where}: {folder!r} holds a dataset for each split; name one of its folders"
+            )
         names = _data_files(listed)
         if STATE in listed:
             state = f"{folder}/{STATE}"
@@ -81,13 +87,17 @@ class ArrowScheme(Scheme):
             )
         missing = [name for name in names if name not in listed]
         if missing:
-            raise SourceError(f"{where}: {folder!r} has no {missing[0]!r}, which its state.json names; upload it whole")
+            raise SourceError(
+                f"{where}: {folder!r} has no {missing[0]!r}, which its state.json names; upload it whole"
+            )
         return [listed[name] for name in names]
 
     def is_folder(self, folder: Path, path: str) -> bool:
         if (folder / SPLITS).is_file():
             names = ", ".join(f"{path}/{split}" for split in _splits(folder)) or "none found"
-            raise ConfigError(f"the folder holds a dataset for each split; name one of them: {names}")
+            raise ConfigError(
+                f"the folder holds a dataset for each split; name one of them: {names}"
+            )
         return (folder / STATE).is_file() or any(folder.glob("*.arrow"))
 
     def open(self, request: ReadRequest) -> Source:

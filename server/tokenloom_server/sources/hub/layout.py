@@ -42,7 +42,15 @@ _READ_OF_A_CARD = ("configs", "dataset_info")
 _ELSEWHERE = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*:|://|::|^[/~\\]|(^|[/\\])\.\.([/\\]|$)")
 
 #: Options of a config that make other rows of the same files, which no scheme does.
-_ROW_OPTIONS = ("encoding", "encoding_errors", "field", "filters", "keep_linebreaks", "on_bad_files", "sample_by")
+_ROW_OPTIONS = (
+    "encoding",
+    "encoding_errors",
+    "field",
+    "filters",
+    "keep_linebreaks",
+    "on_bad_files",
+    "sample_by",
+)
 
 
 class LayoutError(Exception):
@@ -71,9 +79,13 @@ class Layout:
             load = import_module("datasets.load")
             folder = Path(tempfile.mkdtemp(prefix="tokenloom-hub-")).resolve()
         except ImportError as error:
-            raise SourceError(f"sources on the Hub need `datasets` 4.0 or later ({error}); {INSTALL}") from None
+            raise SourceError(
+                f"sources on the Hub need `datasets` 4.0 or later ({error}); {INSTALL}"
+            ) from None
         except OSError as error:
-            raise SourceError(f"sources on the Hub need a temporary folder ({error}); name one by TMPDIR") from None
+            raise SourceError(
+                f"sources on the Hub need a temporary folder ({error}); name one by TMPDIR"
+            ) from None
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._lock = threading.Lock()
         self._name = repository.name
@@ -86,7 +98,9 @@ class Layout:
             self._builder = load.get_dataset_builder_class(self._module)
             #: Names, in the card's order; ``default`` alone where it names none.
             self.configs: list[str] = list(self._builder.builder_configs)
-        except Exception as error:  # what a card can say has no end, and neither has what is raised for it
+        except (
+            Exception
+        ) as error:  # what a card can say has no end, and neither has what is raised for it
             raise self._refusal(error) from None
         only = self.configs[0] if len(self.configs) == 1 else None
         #: The config that is meant where none is named; None where the card says of none that it is.
@@ -94,11 +108,17 @@ class Layout:
 
     def files(self, config: str) -> ConfigFiles:
         """The files of one of ``configs``. Raises ``LayoutError``."""
-        options = {**self._module.builder_kwargs, "hash": self._module.hash, "cache_dir": self._cache}
+        options = {
+            **self._module.builder_kwargs,
+            "hash": self._module.hash,
+            "cache_dir": self._cache,
+        }
         try:
             with self._lock:
                 builder = self._builder(config_name=config, **options)
-            splits = {str(split): self._paths(files) for split, files in builder.config.data_files.items()}
+            splits = {
+                str(split): self._paths(files) for split, files in builder.config.data_files.items()
+            }
         except Exception as error:  # as above
             raise self._refusal(error) from None
         by_default = type(builder.config)()
@@ -107,7 +127,11 @@ class Layout:
             config,
             builder.name,
             splits,
-            {name: value for name, value in set_options.items() if value != getattr(by_default, name, None)},
+            {
+                name: value
+                for name, value in set_options.items()
+                if value != getattr(by_default, name, None)
+            },
         )
 
     def _paths(self, absolute: Sequence[str]) -> list[str]:
@@ -122,7 +146,9 @@ class Layout:
         return paths
 
     def _refusal(self, error: Exception) -> LayoutError:
-        text = " ".join(str(error).replace(f"{self._root}/", "").replace(str(self._root), "its root").split())
+        text = " ".join(
+            str(error).replace(f"{self._root}/", "").replace(str(self._root), "its root").split()
+        )
         reason = text.partition(" with any supported extension")[0][:300]
         if isinstance(error, zipfile.BadZipFile):  # to look into one it would have to be there
             reason = "its files lie in zip archives"
@@ -144,7 +170,13 @@ class Conversion:
             if name.endswith(".parquet"):
                 self._configs.setdefault(config, {}).setdefault(split, []).append(file.path)
         self.configs = list(self._configs)
-        self.default = self.configs[0] if len(self.configs) == 1 else "default" if "default" in self._configs else None
+        self.default = (
+            self.configs[0]
+            if len(self.configs) == 1
+            else "default"
+            if "default" in self._configs
+            else None
+        )
 
     def files(self, config: str) -> ConfigFiles:
         """The files of one of ``configs``."""
@@ -163,7 +195,11 @@ def _write_names(repository: Repository, root: Path) -> None:
     for name in _CARDS:
         card |= checked_card(repository.text(name) or "", name) if name in paths else {}
     # Always there: without a header huggingface_hub logs that it found none.
-    texts = {_CARDS[0]: f"---\n{yaml.dump(card, Dumper=yaml.CSafeDumper, allow_unicode=True, sort_keys=False)}---\n"}
+    texts = {
+        _CARDS[
+            0
+        ]: f"---\n{yaml.dump(card, Dumper=yaml.CSafeDumper, allow_unicode=True, sort_keys=False)}---\n"
+    }
     if _OLD_INFOS in paths:
         texts[_OLD_INFOS] = repository.text(_OLD_INFOS) or "{}"
     try:
@@ -175,7 +211,9 @@ def _write_names(repository: Repository, root: Path) -> None:
         for path, text in texts.items():
             (root / path).write_text(text, encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise LayoutError(f"the names of its files cannot be written below {str(root)!r}: {error}") from None
+        raise LayoutError(
+            f"the names of its files cannot be written below {str(root)!r}: {error}"
+        ) from None
 
 
 def checked_card(text: str, name: str) -> dict[str, Any]:
@@ -190,20 +228,29 @@ def checked_card(text: str, name: str) -> dict[str, Any]:
         check_yaml(source)
         document = yaml.load(source, Loader=yaml.CSafeLoader)
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise LayoutError(f"its {name} has no YAML that is read ({' '.join(str(error).split())})") from None
+        raise LayoutError(
+            f"its {name} has no YAML that is read ({' '.join(str(error).split())})"
+        ) from None
     if not isinstance(document, dict):
         return {}
     card = {key: document[key] for key in _READ_OF_A_CARD if key in document}
     for pattern in _texts(card.get("configs")):
         if _ELSEWHERE.search(pattern):
-            raise LayoutError(f"its {name} names files elsewhere: {pattern!r}; name the dataset that they are of")
+            raise LayoutError(
+                f"its {name} names files elsewhere: {pattern!r}; name the dataset that they are of"
+            )
     return card
 
 
 def _texts(configs: Any) -> Iterator[str]:
     """All texts in the ``data_files`` and ``data_dir`` of configs."""
     entries = configs if isinstance(configs, list) else []
-    values = [entry.get(key) for entry in entries if isinstance(entry, dict) for key in ("data_files", "data_dir")]
+    values = [
+        entry.get(key)
+        for entry in entries
+        if isinstance(entry, dict)
+        for key in ("data_files", "data_dir")
+    ]
     while values:
         value = values.pop()
         if isinstance(value, str):

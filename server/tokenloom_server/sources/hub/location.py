@@ -28,11 +28,17 @@ class HubLocation:
         parts = named.split("/", 2)
         repo, config = "/".join(parts[:2]), parts[2] if len(parts) > 2 else None
         if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repo, re.ASCII):
-            raise ConfigError(f"the repository is {repo!r}, expected ORG/NAME or ORG/NAME/CONFIG as the Hub has it")
+            raise ConfigError(
+                f"the repository is {repo!r}, expected ORG/NAME or ORG/NAME/CONFIG as the Hub has it"
+            )
         if config is not None and (not config or re.search(r"[<>|?*/\\]", config)):
-            raise ConfigError(f"the config is {config!r}, expected a name as the dataset's card has it")
+            raise ConfigError(
+                f"the config is {config!r}, expected a name as the dataset's card has it"
+            )
         if at_sign and (not revision or re.search(r"[\s~^?*\[\\]|\.\.", revision)):
-            raise ConfigError(f"the revision is {revision!r}, expected a branch, a tag or a commit after the '@'")
+            raise ConfigError(
+                f"the revision is {revision!r}, expected a branch, a tag or a commit after the '@'"
+            )
         if not re.fullmatch(r"\w[\w.-]*", split):
             raise ConfigError(f"the split is {split!r}, expected a whole split such as 'train'")
         return cls(repo, config, revision or None, split)

@@ -35,7 +35,9 @@ FileSchemes = Mapping[str, Scheme]
 
 def reading_scheme(schemes: FileSchemes, path: str) -> Scheme | None:
     """The scheme that reads a file of a repository, by its name; None for none."""
-    return next((scheme for ending, scheme in schemes.items() if path.lower().endswith(ending)), None)
+    return next(
+        (scheme for ending, scheme in schemes.items() if path.lower().endswith(ending)), None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,9 @@ class HubResolver:
             if config is not None:
                 files = _files_of(layout, location)
                 splits = [self._split(repository, files, split) for split in files.splits]
-            return HubDataset(repository.name, repository.commit, layout.configs, layout.default, config, splits)
+            return HubDataset(
+                repository.name, repository.commit, layout.configs, layout.default, config, splits
+            )
 
     @contextmanager
     def _naming(self, where: str, location: HubLocation) -> Iterator[None]:
@@ -161,14 +165,18 @@ class HubResolver:
         except LayoutError as error:
             raise SourceError(f"{where} cannot be read, for {error}") from None
 
-    def _layout(self, location: HubLocation, commit: str | None) -> tuple[Repository, Layout | Conversion]:
+    def _layout(
+        self, location: HubLocation, commit: str | None
+    ) -> tuple[Repository, Layout | Conversion]:
         name, revision = location.repo, commit or location.revision
         with self._lock:
             client = self._client = self._client or HubClient()
         once = self._answers_of_hub.once
         repository = once((name, revision), lambda: open_repository(client, name, revision))
         kind = Conversion if location.revision == CONVERSION else Layout
-        return repository, once((repository.name, repository.commit, kind), lambda: kind(repository))
+        return repository, once(
+            (repository.name, repository.commit, kind), lambda: kind(repository)
+        )
 
     def _split(self, repository: Repository, files: ConfigFiles, split: str) -> HubSplit:
         """Raises ``HubRefused`` where, offline, the cache lacks one of its files."""
@@ -177,9 +185,17 @@ class HubResolver:
         scheme = schemes.pop() if len(schemes) == 1 and not files.row_options else None
         unread = ""
         if scheme is None:
-            alien = next((path for path in paths if reading_scheme(self._schemes, path) is None), "")
+            alien = next(
+                (path for path in paths if reading_scheme(self._schemes, path) is None), ""
+            )
             options = ", ".join(f"{name}: {value!r}" for name, value in files.row_options.items())
-            fault = f"with {options} in its card" if options else f"as {alien!r}" if alien else "of several kinds"
+            fault = (
+                f"with {options} in its card"
+                if options
+                else f"as {alien!r}"
+                if alien
+                else "of several kinds"
+            )
             unread = (
                 f"has {len(paths)} files for the split {split!r} that no scheme reads ({fault}; to `datasets` they are "
                 f"{files.format}), expected Parquet, Arrow, JSON lines or text"
@@ -212,7 +228,11 @@ class HubResolver:
                 return f"; datasets of {org!r}: {_listed([str(one['id']) for one in datasets])}"
             if error.kind == "revision":
                 refs, _ = client.get_json(f"api/datasets/{location.repo}/refs")
-                names = [str(one["name"]) for kind in ("branches", "tags", "converts") for one in refs.get(kind, ())]
+                names = [
+                    str(one["name"])
+                    for kind in ("branches", "tags", "converts")
+                    for one in refs.get(kind, ())
+                ]
                 return f" {location.revision!r}; branches and tags: {_listed(names)}"
         except (HubRefused, HubBusy, KeyError, TypeError):
             pass  # the refusal itself is what counts
@@ -222,7 +242,9 @@ class HubResolver:
 def _files_of(layout: Layout | Conversion, location: HubLocation) -> ConfigFiles:
     config = location.config or layout.default
     if config is None:
-        raise _NotThere(f"has no default config; name one of its configs: {_listed(layout.configs)}")
+        raise _NotThere(
+            f"has no default config; name one of its configs: {_listed(layout.configs)}"
+        )
     if config not in layout.configs:
         raise _NotThere(f"has no config {config!r}; its configs: {_listed(layout.configs)}")
     return layout.files(config)
@@ -242,7 +264,8 @@ def _shards(repository: Repository, paths: Sequence[str]) -> tuple[Shard, ...]:
             f"--repo-type dataset --revision {repository.commit}",
         )
     return tuple(
-        Shard(url_of(repository.name, repository.commit, file.path), file.size, file.fingerprint) for file in files
+        Shard(url_of(repository.name, repository.commit, file.path), file.size, file.fingerprint)
+        for file in files
     )
 
 
@@ -253,7 +276,9 @@ def appended(spec: Spec, known: Sequence[Shard], now: Sequence[Shard]) -> tuple[
     """
     before = {HubPath.parse(shard.path).path: shard for shard in known}
     there = {HubPath.parse(shard.path).path: shard for shard in now}
-    changed = [path for path, shard in before.items() if path not in there or _other(shard, there[path])]
+    changed = [
+        path for path, shard in before.items() if path not in there or _other(shard, there[path])
+    ]
     if changed:
         raise SourceChanged(
             f"source {str(spec)!r}: {len(changed)} of the {len(before)} files that the run reads are gone or others at "
@@ -280,4 +305,6 @@ def _no_split(location: HubLocation, files: ConfigFiles) -> str:
 def _listed(names: Iterable[str]) -> str:
     shown = list(names)
     more = len(shown) - LISTED
-    return (", ".join(map(repr, shown[:LISTED])) or "none") + (f" and {more} more" if more > 0 else "")
+    return (", ".join(map(repr, shown[:LISTED])) or "none") + (
+        f" and {more} more" if more > 0 else ""
+    )

@@ -25,7 +25,9 @@ class HubScheme(Scheme):
 
     def __init__(self, file_schemes: Sequence[Scheme]) -> None:
         """``file_schemes``: those that can read a repository's files, the preferred ones first."""
-        self._by_ending = {ending: scheme for scheme in file_schemes for ending in scheme.all_endings}
+        self._by_ending = {
+            ending: scheme for scheme in file_schemes for ending in scheme.all_endings
+        }
 
     def parse(self, text: str) -> tuple[str, str]:
         location, column = super().parse(text)
@@ -41,7 +43,11 @@ class HubScheme(Scheme):
 
     def name_parts(self, location: str) -> list[str]:
         where = HubLocation.parse(location)
-        return [part for part in (*where.repo.split("/"), where.config, where.split) if part and part != "train"]
+        return [
+            part
+            for part in (*where.repo.split("/"), where.config, where.split)
+            if part and part != "train"
+        ]
 
     def finder(self) -> Finder:
         resolver = HubResolver(self._by_ending)
@@ -57,10 +63,18 @@ class HubScheme(Scheme):
     def splits(self, text: str) -> Mapping[str, tuple[Shard, ...]]:
         dataset = self.dataset(text)
         if dataset.config is None:
-            raise ConfigError(f"hf:{text}: has the configs {', '.join(dataset.configs)}; name one, as hf:{text}/CONFIG")
-        return {f"{text}:{split.name}": split.shards for split in dataset.splits if split.scheme is not None}
+            raise ConfigError(
+                f"hf:{text}: has the configs {', '.join(dataset.configs)}; name one, as hf:{text}/CONFIG"
+            )
+        return {
+            f"{text}:{split.name}": split.shards
+            for split in dataset.splits
+            if split.scheme is not None
+        }
 
-    def more_shards(self, spec: Spec, known: tuple[Shard, ...], base_dir: Path) -> tuple[Shard, ...]:
+    def more_shards(
+        self, spec: Spec, known: tuple[Shard, ...], base_dir: Path
+    ) -> tuple[Shard, ...]:
         """Raises ``SourceChanged``, too, where the known files are no longer as they were."""
         return appended(spec, known, self.shards(spec, base_dir))
 

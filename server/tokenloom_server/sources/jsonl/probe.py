@@ -109,7 +109,11 @@ class _Search:
         #: Why the first row that is bad is that, if one is.
         self.fault = ""
         texts = (self._spec.column, *request.rules.text_columns)
-        self._kinds = {each.column: compared[each.kind] for each in request.rules.filter if each.column not in texts}
+        self._kinds = {
+            each.column: compared[each.kind]
+            for each in request.rules.filter
+            if each.column not in texts
+        }
         if request.rules.as_json:
             self._kinds |= dict.fromkeys(texts, pa.string())
 
@@ -120,7 +124,9 @@ class _Search:
     def look_at(self, document: dict[str, Any], line: str) -> None:
         """Notes where the wanted columns lie, and what they hold, as far as an object has them."""
         for name in self._wanted:
-            path = columns.find(lambda value: value if isinstance(value, dict) else None, document, name)
+            path = columns.find(
+                lambda value: value if isinstance(value, dict) else None, document, name
+            )
             if path is not None:
                 self._paths.setdefault(name, path)
             is_own = name == self._spec.column
@@ -146,7 +152,10 @@ class _Search:
                     f"{source}: no line has the key {name!r} (looked for in {place}); check its spelling in "
                     "filter and template"
                 )
-        return {name: ColumnPath(self._paths[name], self._kinds.get(name, pa.string())) for name in self._wanted}
+        return {
+            name: ColumnPath(self._paths[name], self._kinds.get(name, pa.string()))
+            for name in self._wanted
+        }
 
 
 def kind_of(value: Any, name: str, line: str, *, is_own: bool) -> Any:
@@ -174,17 +183,23 @@ def document_of(block: Block, i: int, where: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise SourceError(not_utf8(block.cut(i, i + 1), where)[0].reason) from None
     if not block.line(i).strip():
-        raise SourceError(f"{line} is blank, expected a JSON object; remove the line, or set on_blank_line: skip")
+        raise SourceError(
+            f"{line} is blank, expected a JSON object; remove the line, or set on_blank_line: skip"
+        )
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{line} is malformed JSON ({error}); expected one object per line") from None
+        raise SourceError(
+            f"{line} is malformed JSON ({error}); expected one object per line"
+        ) from None
     if not isinstance(document, dict):
         raise SourceError(f"{line} is {kind_name(document)}, expected a JSON object")
     return document
 
 
-def value_of(document: dict[str, Any], path: tuple[str, ...], name: str, line: str, *, required: bool) -> Any:
+def value_of(
+    document: dict[str, Any], path: tuple[str, ...], name: str, line: str, *, required: bool
+) -> Any:
     """The value at a path of an object; None below a null, and where a key is missing that is not ``required``.
 
     Raises ``SourceError`` beginning with ``line``.
@@ -194,7 +209,9 @@ def value_of(document: dict[str, Any], path: tuple[str, ...], name: str, line: s
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise SourceError(f"{line}: {'.'.join(path[:depth])!r} is {kind_name(value)}, expected an object")
+            raise SourceError(
+                f"{line}: {'.'.join(path[:depth])!r} is {kind_name(value)}, expected an object"
+            )
         if key not in value:
             if not required:
                 return None
@@ -206,5 +223,12 @@ def value_of(document: dict[str, Any], path: tuple[str, ...], name: str, line: s
 
 def kind_name(value: Any) -> str:
     """For messages: what JSON calls a value."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+    }
     return names.get(type(value), "null")

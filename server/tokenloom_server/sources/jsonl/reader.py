@@ -25,13 +25,25 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays, columns
 from tokenloom_server.sources.base import BadRow, Content, Rows
 from tokenloom_server.sources.columns import ColumnPath
-from tokenloom_server.sources.jsonl.probe import document_of, kind_name, kind_of, line_name, probe, value_of
+from tokenloom_server.sources.jsonl.probe import (
+    document_of,
+    kind_name,
+    kind_of,
+    line_name,
+    probe,
+    value_of,
+)
 from tokenloom_server.sources.lines import Block, LinesSource, not_utf8, require_rows
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection, json_text
 
 #: What a value has to be, by the Arrow type of its column.
-_EXPECTED = {"string": "a string", "bool": "true or false", "double": "a number", "int64": "an integer"}
+_EXPECTED = {
+    "string": "a string",
+    "bool": "true or false",
+    "double": "a number",
+    "int64": "an integer",
+}
 
 
 def open_jsonl(request: ReadRequest) -> LinesSource:
@@ -79,7 +91,11 @@ class Decoder:
             yield from (self._row(block.cut(i, i + 1), where) for i in range(len(block.ends)))
             return
         # Objects in the place of empty lines, so that Arrow takes as many rows as there are lines.
-        blank = block.empty() if self._selection.rules.skip_blank else np.zeros(len(block.ends), np.bool_)
+        blank = (
+            block.empty()
+            if self._selection.rules.skip_blank
+            else np.zeros(len(block.ends), np.bool_)
+        )
         batch = self._fast(block.with_text(blank, b"{}") if blank.any() else block)
         count = len(block.ends)
         if batch is None and count > 1:
@@ -92,7 +108,11 @@ class Decoder:
         else:
             bad = []
             own = self._columns[self._column].of(batch)
-            nulls = arrays.numbers(pc.indices_nonzero(own.is_null())) if own.null_count else np.zeros(0, np.int64)
+            nulls = (
+                arrays.numbers(pc.indices_nonzero(own.is_null()))
+                if own.null_count
+                else np.zeros(0, np.int64)
+            )
             for i in nulls[~blank[nulls]].tolist():
                 try:
                     self._own(document_of(block, i, where), line_name(block, i, where))
@@ -132,7 +152,9 @@ class Decoder:
     def _own(self, document: dict[str, Any], line: str) -> str | list[int] | None:
         """The value of the source's own column. Raises ``SourceError`` when no row can be made of it."""
         name = self._column
-        value: str | list[int] | None = value_of(document, self._columns[name].names, name, line, required=True)
+        value: str | list[int] | None = value_of(
+            document, self._columns[name].names, name, line, required=True
+        )
         if value is None:
             return None
         if self._selection.rules.as_json:
@@ -145,7 +167,9 @@ class Decoder:
         else:
             for item in value:
                 if type(item) is not int or not -(2**63) <= item < 2**63:
-                    raise SourceError(f"{line}: {name!r} has {_shown(item)} among its ids, expected 64-bit integers")
+                    raise SourceError(
+                        f"{line}: {name!r} has {_shown(item)} among its ids, expected 64-bit integers"
+                    )
         if kind != self._kind:
             raise SourceError(
                 f"{line}: {name!r} is {kind_name(value)}, "
@@ -157,7 +181,11 @@ class Decoder:
         """The value of a column of the rules, as an array of one."""
         kind, path = self._columns[name].kind, self._columns[name].names
         is_own = name == self._column
-        value: Any = self._own(document, line) if is_own else value_of(document, path, name, line, required=False)
+        value: Any = (
+            self._own(document, line)
+            if is_own
+            else value_of(document, path, name, line, required=False)
+        )
         if value is None:
             return pa.array([None], kind)
         if self._selection.rules.as_json and name in self._selection.rules.text_columns:
@@ -165,7 +193,9 @@ class Decoder:
         if pa.types.is_string(kind) and isinstance(value, str):
             _check_text(value, name, line)
         elif pa.types.is_floating(kind) and type(value) in (int, float):
-            value = float(value) if abs(value) < 2.0**1023 else math.inf  # as Arrow, which refuses what is no double
+            value = (
+                float(value) if abs(value) < 2.0**1023 else math.inf
+            )  # as Arrow, which refuses what is no double
         matches = {
             "string": isinstance(value, str),
             "bool": isinstance(value, bool),
@@ -173,16 +203,22 @@ class Decoder:
             "int64": type(value) is int and -(2**63) <= value < 2**63,
         }
         if not matches.get(str(kind), True):
-            raise SourceError(f"{line}: {name!r} is {_shown(value)}, expected {_EXPECTED[str(kind)]}")
+            raise SourceError(
+                f"{line}: {name!r} is {_shown(value)}, expected {_EXPECTED[str(kind)]}"
+            )
         return pa.array([value], kind)
 
     def _fast(self, block: Block) -> pa.RecordBatch | None:
         """The batches of Arrow's reader, or ``None`` where it fails or may have split lines otherwise."""
         if not _each_line_is_braced(block):
             return None
-        options = pa.json.ReadOptions(use_threads=False, block_size=min(len(block.data) + 1, 2**31 - 1))
+        options = pa.json.ReadOptions(
+            use_threads=False, block_size=min(len(block.data) + 1, 2**31 - 1)
+        )
         try:
-            batches = pa.json.read_json(pa.BufferReader(block.data), options, self._options).to_batches()
+            batches = pa.json.read_json(
+                pa.BufferReader(block.data), options, self._options
+            ).to_batches()
             if len(batches) != 1 or len(batches[0]) != len(block.ends):
                 return None
             own = self._columns[self._column].of(batches[0])
@@ -197,7 +233,9 @@ def _check_text(value: str, name: str, line: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise SourceError(f"{line}: {name!r} has half of a surrogate pair, which is no character") from None
+        raise SourceError(
+            f"{line}: {name!r} has half of a surrogate pair, which is no character"
+        ) from None
 
 
 def _shown(item: Any) -> str:
@@ -216,7 +254,10 @@ def _schema(by_name: Mapping[str, ColumnPath]) -> pa.Schema:
         within[last] = column.kind
 
     def fields_of(fields: dict[str, Any]) -> list[tuple[str, Any]]:
-        return [(name, pa.struct(fields_of(kind)) if isinstance(kind, dict) else kind) for name, kind in fields.items()]
+        return [
+            (name, pa.struct(fields_of(kind)) if isinstance(kind, dict) else kind)
+            for name, kind in fields.items()
+        ]
 
     return pa.schema(fields_of(tree))
 

@@ -16,7 +16,16 @@ ITEM = "item"
 #: Types of ids by how they are written and by their codes; what has one dimension has no header.
 ID_TYPES: Mapping[str, Sequence[str]] = {
     "no_header_numpy": ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    "no_header_tensor": (*[""] * 11, "uint8", "int8", *["int16"] * 2, *["int32"] * 2, *["int64"] * 2, "", "uint16"),
+    "no_header_tensor": (
+        *[""] * 11,
+        "uint8",
+        "int8",
+        *["int16"] * 2,
+        *["int32"] * 2,
+        *["int64"] * 2,
+        "",
+        "uint16",
+    ),
 }
 
 #: As which booleans are written; as loss masks they are ids of a byte.
@@ -64,7 +73,11 @@ def _leaves(tree: Mapping[str, Any], name: str) -> Iterator[str]:
     children = tree["children_spec"]
     if tree["type"] is None:
         yield name or ITEM
-    keys = json.loads(tree["context"]) if str(tree["type"]).lower().endswith("dict") else range(len(children))
+    keys = (
+        json.loads(tree["context"])
+        if str(tree["type"]).lower().endswith("dict")
+        else range(len(children))
+    )
     for key, child in zip(keys, children, strict=True):
         yield from _leaves(child, f"{name}.{key}" if name else str(key))
 

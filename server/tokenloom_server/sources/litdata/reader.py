@@ -32,7 +32,15 @@ from tokenloom_server.storage.local import LocalFile
 FRAMES, BATCHES = b"LDFZ01\0\0", b"LDARW01\0"
 #: Of frames: magic, version, flags, samples, samples of a frame, frames.
 HEADER = struct.Struct("<8sHHIII")
-FRAME = np.dtype([("first", "<u4"), ("samples", "<u4"), ("begin", "<u8"), ("size", "<u4"), ("decompressed", "<u4")])
+FRAME = np.dtype(
+    [
+        ("first", "<u4"),
+        ("samples", "<u4"),
+        ("begin", "<u8"),
+        ("size", "<u4"),
+        ("decompressed", "<u4"),
+    ]
+)
 #: Arrow's types of other values, by how they are written.
 KINDS = {"str": "large_string", "int": "int64", "float": "float64"}
 
@@ -52,14 +60,18 @@ class ChunksSource(SampleSource):
         "(nothing is unpickled)"
     )
 
-    def __init__(self, request: ReadRequest, index: LitdataIndex, listed: Sequence[ListedFile]) -> None:
+    def __init__(
+        self, request: ReadRequest, index: LitdataIndex, listed: Sequence[ListedFile]
+    ) -> None:
         self._index = index
         super().__init__(request, listed)
 
     def _columns(self, shard: int) -> Sequence[Column]:
         config, columns = self._index.config, []
         for name, written in zip(config.fields, config.data_format, strict=False):
-            ids = id_type(written) or ("uint8" if self._rules.is_mask and written in BOOLEANS else "")
+            ids = id_type(written) or (
+                "uint8" if self._rules.is_mask and written in BOOLEANS else ""
+            )
             kind = pa.type_for_alias(ids or KINDS.get(written, "large_binary"))
             columns.append(Column(name, written, None, pa.large_list(kind) if ids else kind))
         return columns
@@ -80,12 +92,18 @@ class ChunksSource(SampleSource):
             return
         is_compressed = self._is_read_from_begin(shard)
         sizes = chunk.sizes if is_compressed else [file.size]
-        read_at: ReadAt = sample_files.read_compressed(file, "zstd", max(sizes)) if is_compressed else file.read_at
+        read_at: ReadAt = (
+            sample_files.read_compressed(file, "zstd", max(sizes))
+            if is_compressed
+            else file.read_at
+        )
         offsets = sample_files.offsets_of(read_at, sizes, chunk.chunk_size, where)
         size = int(offsets[-1] - offsets[0])
         ids = id_type(self._index.config.data_format[0]) or "uint8"
         if chunk.dim is not None and chunk.dim * np.dtype(ids).itemsize != size:
-            raise SourceError(f"{where}: its {size} bytes are not the {chunk.dim} ids that its index says; {DAMAGED}")
+            raise SourceError(
+                f"{where}: its {size} bytes are not the {chunk.dim} ids that its index says; {DAMAGED}"
+            )
         if not is_compressed:
             file.plan([Range(int(offsets[row]), file.size)])
         yield from sample_files.read_samples(read_at, offsets, row, where, self._rules)
@@ -99,14 +117,27 @@ def _framed(file: File, chunk: LitdataChunk, row: int, where: str) -> Iterator[S
     end = begin + FRAME.itemsize * count
     tables = bytes(file.read_at(HEADER.size, end - HEADER.size)) if end <= file.size else b""
     if version != 1 or rows != chunk.chunk_size or not tables:
-        fault = f"has frames in version {version} of {rows} samples, expected 1 of {chunk.chunk_size}"
+        fault = (
+            f"has frames in version {version} of {rows} samples, expected 1 of {chunk.chunk_size}"
+        )
         raise SourceError(f"{where} {fault}; {DAMAGED}")
     offsets = np.frombuffer(tables, "<u4", rows + 1).astype(np.int64)
     frames = np.frombuffer(tables, FRAME, count, begin - HEADER.size)
     firsts = np.append(frames["first"], rows).astype(np.int64)
-    sizes, most = frames["decompressed"].astype(np.int64), FREE_BYTES + MAX_RATIO * frames["size"].astype(np.int64)
-    is_whole = firsts[0] == 0 and np.array_equal(np.diff(firsts), frames["samples"]) and bool((sizes <= most).all())
-    if not is_whole or (np.diff(offsets) < 0).any() or not np.array_equal(np.diff(offsets[firsts]), sizes):
+    sizes, most = (
+        frames["decompressed"].astype(np.int64),
+        FREE_BYTES + MAX_RATIO * frames["size"].astype(np.int64),
+    )
+    is_whole = (
+        firsts[0] == 0
+        and np.array_equal(np.diff(firsts), frames["samples"])
+        and bool((sizes <= most).all())
+    )
+    if (
+        not is_whole
+        or (np.diff(offsets) < 0).any()
+        or not np.array_equal(np.diff(offsets[firsts]), sizes)
+    ):
         raise SourceError(f"{where}: its frames do not lie one after the other; {DAMAGED}")
     codec = pa.Codec("zstd")
     for number in range(int(np.searchsorted(firsts, row, "right")) - 1, count):
@@ -115,7 +146,9 @@ def _framed(file: File, chunk: LitdataChunk, row: int, where: str) -> Iterator[S
         try:
             data = np.frombuffer(codec.decompress(compressed, int(sizes[number])), np.uint8)
         except (pa.ArrowException, OSError) as error:
-            raise SourceError(f"{where}: frame {number} cannot be decompressed ({error}); {DAMAGED}") from None
+            raise SourceError(
+                f"{where}: frame {number} cannot be decompressed ({error}); {DAMAGED}"
+            ) from None
         row = max(row, first)
         yield Samples(row, data, offsets[row : stop + 1] - offsets[first], where)
 
@@ -149,7 +182,9 @@ class BatchesSource(ArrowSource):
             read_at = lambda offset, length: content[offset : offset + length]  # noqa: E731
             file.close()
         if not end.endswith(BATCHES) or begin < 0:
-            raise SourceError(f"{self._where(shard)} does not end with record batches, as others do; {DAMAGED}")
+            raise SourceError(
+                f"{self._where(shard)} does not end with record batches, as others do; {DAMAGED}"
+            )
         return _Part(file, Range(begin, file.size - mark), read_at)
 
     def _read(self, shard: int, row: int) -> Iterator[Rows]:
@@ -161,7 +196,9 @@ class BatchesSource(ArrowSource):
     def _checked(self, shard: int, rows: int) -> int:
         where, expected = self._where(self._shards[shard]), self._listed[shard].rows
         if rows != expected:
-            raise SourceError(f"{where} has {rows} samples, but its index says {expected}; {DAMAGED}")
+            raise SourceError(
+                f"{where} has {rows} samples, but its index says {expected}; {DAMAGED}"
+            )
         return rows
 
 

@@ -26,7 +26,9 @@ class LitdataScheme(IndexedFolderScheme):
     def write(self, location: str, column: str) -> str:
         return location if column == ITEM else f"{location}:{column}"
 
-    def open_files(self, request: ReadRequest, index: Index, listed: Sequence[ListedFile]) -> Source:
+    def open_files(
+        self, request: ReadRequest, index: Index, listed: Sequence[ListedFile]
+    ) -> Source:
         from tokenloom_server.sources.litdata.reader import open_chunks
 
         assert isinstance(index, LitdataIndex), "the index is this scheme's"

@@ -73,6 +73,10 @@ class MdsIndex(Index):
     def contents(self) -> Mapping[str, Content | None]:
         columns = zip(self.shards[0].column_names, self.shards[0].column_encodings, strict=False)
         return {
-            name: Content.TEXT if encoding == "str" else Content.IDS if IDS.fullmatch(encoding) else None
+            name: Content.TEXT
+            if encoding == "str"
+            else Content.IDS
+            if IDS.fullmatch(encoding)
+            else None
             for name, encoding in columns
         }

@@ -24,11 +24,34 @@ from tokenloom_server.storage.file import File, Range
 #: The description of its columns that a shard has after its offsets.
 MAX_HEADER_BYTES = 1 << 20
 #: Encodings of text and of one number, and Arrow's types of them.
-KINDS = {"str": "large_string", "int": "int64"} | {name: name for name in (*ID_TYPES, "float16", "float32", "float64")}
+KINDS = {"str": "large_string", "int": "int64"} | {
+    name: name for name in (*ID_TYPES, "float16", "float32", "float64")
+}
 #: By the type of an array's numbers, the byte with which a value of ``ndarray`` begins.
-TYPE_CODES = {"uint8": 8, "int8": 9, "uint16": 16, "int16": 17, "uint32": 32, "int32": 33, "uint64": 64, "int64": 65}
+TYPE_CODES = {
+    "uint8": 8,
+    "int8": 9,
+    "uint16": 16,
+    "int16": 17,
+    "uint32": 32,
+    "int32": 33,
+    "uint64": 64,
+    "int64": 65,
+}
 #: Hashes that an index may have, the fastest first.
-HASHES = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "sha256", "sha512", "md5", "blake2b", "blake2s")
+HASHES = (
+    "xxh3_64",
+    "xxh3_128",
+    "xxh128",
+    "xxh64",
+    "xxh32",
+    "sha1",
+    "sha256",
+    "sha512",
+    "md5",
+    "blake2b",
+    "blake2s",
+)
 
 
 class MdsSource(SampleSource):
@@ -81,7 +104,9 @@ def _past_shape(kind: str, has_type: bool, samples: Samples, spans: Spans) -> Sp
     samples.refuse(spans.lengths <= has_type, "is too short for an array")
     if has_type:
         is_other = samples.data[spans.begins] != TYPE_CODES[kind]
-        samples.refuse(is_other, f"is no array of {kind}, as the spec says; name the type that it has")
+        samples.refuse(
+            is_other, f"is no array of {kind}, as the spec says; name the type that it has"
+        )
     shapes = spans.begins + has_type
     byte = samples.data[shapes].astype(np.int64)
     samples.refuse(byte >> 2 != 1, "is an array of several dimensions, or of none; expected one")
@@ -89,7 +114,11 @@ def _past_shape(kind: str, has_type: bool, samples: Samples, spans: Spans) -> Sp
     lengths = spans.lengths - (has_type + 1 + widths)
     digits = np.arange(8)
     places = np.minimum(shapes[:, None] + 1 + digits, len(samples.data) - 1)
-    counts = np.where(digits < widths[:, None], samples.data[places], 0).astype(np.uint8).view("<u8")[:, 0]
+    counts = (
+        np.where(digits < widths[:, None], samples.data[places], 0)
+        .astype(np.uint8)
+        .view("<u8")[:, 0]
+    )
     is_other = (lengths < 0) | (counts != (lengths // np.dtype(kind).itemsize).astype(np.uint64))
     samples.refuse(is_other, "is not as long as its shape says")
     return Spans(shapes + 1 + widths, lengths)
@@ -107,8 +136,13 @@ def _hashed(read_at: ReadAt, entry: MdsShard, where: str) -> ReadAt:
     def read(offset: int, length: int) -> bytes | memoryview:
         data = read_at(offset, length)
         digest.update(data)
-        if offset + len(data) == entry.raw_data.bytes and digest.hexdigest() != hashes[name].lower():
-            raise SourceError(f"{where} has the {name} {digest.hexdigest()}, its index says {hashes[name]}; {DAMAGED}")
+        if (
+            offset + len(data) == entry.raw_data.bytes
+            and digest.hexdigest() != hashes[name].lower()
+        ):
+            raise SourceError(
+                f"{where} has the {name} {digest.hexdigest()}, its index says {hashes[name]}; {DAMAGED}"
+            )
         return data
 
     return read
@@ -118,7 +152,9 @@ def _check_header(read_at: ReadAt, end: int, entry: MdsShard, where: str) -> Non
     """Raises ``SourceError`` unless a shard says of its columns what the index says."""
     begin = 4 * (entry.samples + 2)
     text = bytes(read_at(begin, min(end - begin, MAX_HEADER_BYTES)))
-    expected = {name: getattr(entry, name) for name in ("column_names", "column_encodings", "column_sizes")}
+    expected = {
+        name: getattr(entry, name) for name in ("column_names", "column_encodings", "column_sizes")
+    }
     try:
         header = json.loads(text)
         is_same = header.items() >= expected.items()

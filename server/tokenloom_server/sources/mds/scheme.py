@@ -29,7 +29,9 @@ class MdsScheme(IndexedFolderScheme):
             return before, f"{field}:{column}"
         return location, column
 
-    def open_files(self, request: ReadRequest, index: Index, listed: Sequence[ListedFile]) -> Source:
+    def open_files(
+        self, request: ReadRequest, index: Index, listed: Sequence[ListedFile]
+    ) -> Source:
         from tokenloom_server.sources.mds.reader import MdsSource
 
         return MdsSource(request, listed)

@@ -90,7 +90,9 @@ class MegatronSource(ShardedSource):
         where = f"source {str(self._spec)!r}: {path!r}"
         index = self._by_path.get(path)
         if index is None:
-            raise SourceError(f"{where} is not among the run's files, and {entry.path!r} cannot be read without it")
+            raise SourceError(
+                f"{where} is not among the run's files, and {entry.path!r} cannot be read without it"
+            )
         with self._open(index) as file:
             # Unmapped with its last view. A mapping of 0 bytes there is none.
             content = memoryview(flat_ids.local(file).mapped() if index.size else b"")
@@ -127,10 +129,14 @@ class _Index(NamedTuple):
                 "make it with Megatron-LM's tools/preprocess_data.py (older formats, 'lazy' and 'cached', too)"
             )
         if version != VERSION:
-            raise SourceError(f"{where} has version {version}, expected {VERSION}; write it again as version {VERSION}")
+            raise SourceError(
+                f"{where} has version {version}, expected {VERSION}; write it again as version {VERSION}"
+            )
         if code not in TYPES:
             known = ", ".join(f"{key} ({np.dtype(kind).name})" for key, kind in TYPES.items())
-            raise SourceError(f"{where} has ids of type code {code}, expected one of {known}; write integers")
+            raise SourceError(
+                f"{where} has ids of type code {code}, expected one of {known}; write integers"
+            )
         kind = np.dtype(TYPES[code])
         expected = HEADER.size + 12 * sequences + 8 * edges
         if len(content) == expected + sequences and sequences:
@@ -144,7 +150,9 @@ class _Index(NamedTuple):
                 f"{expected}: it is truncated or damaged; write or copy it again"
             )
         if edges == 0:
-            raise SourceError(f"{where} has no document edges, expected at least one; write it again")
+            raise SourceError(
+                f"{where} has no document edges, expected at least one; write it again"
+            )
         lengths = np.frombuffer(content, "<i4", sequences, HEADER.size)
         pointers = np.frombuffer(content, "<i8", sequences, HEADER.size + 4 * sequences)
         document_starts = np.frombuffer(content, "<i8", edges, HEADER.size + 12 * sequences)
@@ -174,10 +182,17 @@ class _Index(NamedTuple):
             raise self._damaged("document edges", first, stop)
         size = self.kind.itemsize
         # The last sequence of all ends where the file does.
-        pointers = np.append(self.pointers[begin : end + 1], self.ids * size if end == len(self.pointers) else [])
+        pointers = np.append(
+            self.pointers[begin : end + 1], self.ids * size if end == len(self.pointers) else []
+        )
         pointers = pointers.astype(np.int64, copy=False)
         lengths = self.lengths[begin:end]
-        if bool((lengths < 0).any()) or pointers[0] < 0 or pointers[0] % size or pointers[-1] > self.ids * size:
+        if (
+            bool((lengths < 0).any())
+            or pointers[0] < 0
+            or pointers[0] % size
+            or pointers[-1] > self.ids * size
+        ):
             raise self._damaged("sequences", first, stop)
         if not np.array_equal(np.diff(pointers), lengths.astype(np.int64) * size):
             raise self._damaged("sequences", first, stop)

@@ -38,7 +38,9 @@ class MegatronSamples(MegatronSource):
         self._check_row(shard, row, count)
         for first in range(row, count, CHUNK_SAMPLES):
             try:
-                samples = self._samples(self._array(ORDER)[first : first + CHUNK_SAMPLES].astype(np.int64))
+                samples = self._samples(
+                    self._array(ORDER)[first : first + CHUNK_SAMPLES].astype(np.int64)
+                )
             except (IndexError, ValueError) as error:
                 raise SourceError(
                     f"{where}: samples {first} and following are not of the dataset that the description names "
@@ -58,22 +60,31 @@ class MegatronSamples(MegatronSource):
         lasts = np.cumsum(counts)
         firsts = lasts - counts
         sequences = self._array(DOCUMENTS)[_ranges(begins[:, 0], counts)]
-        starts, lengths = index.pointers[sequences] // index.kind.itemsize, index.lengths[sequences].astype(np.int64)
+        starts, lengths = (
+            index.pointers[sequences] // index.kind.itemsize,
+            index.lengths[sequences].astype(np.int64),
+        )
         lengths[lasts - 1] = np.minimum(ends[:, 1] + 1, lengths[lasts - 1])
         lengths[firsts] -= begins[:, 1]
         starts[firsts] += begins[:, 1]
         values = ids.numbers(0, ids.count)[_ranges(starts, lengths)]
-        return arrays.lists(np.append(0, np.cumsum(lengths))[np.append(firsts, lasts[-1])], pa.array(values))
+        return arrays.lists(
+            np.append(0, np.cumsum(lengths))[np.append(firsts, lasts[-1])], pa.array(values)
+        )
 
     def _array(self, place: int) -> npt.NDArray[np.int64]:
         """A cached array, mapped."""
         shard = self._shards[place]
         with self._open(shard) as file:
             try:
-                array: npt.NDArray[np.int64] = np.load(flat_ids.local(file).path, mmap_mode="r", allow_pickle=False)
+                array: npt.NDArray[np.int64] = np.load(
+                    flat_ids.local(file).path, mmap_mode="r", allow_pickle=False
+                )
                 return array
             except (ValueError, EOFError) as error:
-                raise SourceError(f"{self._where(shard)} is no array of numpy: {error}; copy it again") from None
+                raise SourceError(
+                    f"{self._where(shard)} is no array of numpy: {error}; copy it again"
+                ) from None
 
 
 def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

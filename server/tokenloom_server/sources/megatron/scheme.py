@@ -36,7 +36,9 @@ class MegatronScheme(IdScheme):
     def parse(self, text: str) -> tuple[str, str]:
         location, column = super().parse(text)
         if location.endswith((DATA, INDEX)):
-            raise ConfigError(f"expected the prefix that both files share; leave {location[-4:]!r} out")
+            raise ConfigError(
+                f"expected the prefix that both files share; leave {location[-4:]!r} out"
+            )
         return location, column
 
     def local_paths(self, spec: Spec, base_dir: Path) -> tuple[str, ...]:
@@ -44,11 +46,20 @@ class MegatronScheme(IdScheme):
         prefix, endings = spec.location, (DATA, INDEX)
         # Also a prefix that has brackets or stars in it.
         named = [prefix + ending for ending in endings if (base_dir / (prefix + ending)).is_file()]
-        there = set(named or [path for ending in endings for path in matching_files(prefix + ending, base_dir)])
+        there = set(
+            named
+            or [path for ending in endings for path in matching_files(prefix + ending, base_dir)]
+        )
         if not there:
             index = base_dir / (prefix + INDEX)
-            raise SourceError(f"source {str(spec)!r}: no file matches {str(index)!r}; {nearest_folder(index)}")
-        paths = tuple(stem + ending for stem in sorted({path[: -len(INDEX)] for path in there}) for ending in endings)
+            raise SourceError(
+                f"source {str(spec)!r}: no file matches {str(index)!r}; {nearest_folder(index)}"
+            )
+        paths = tuple(
+            stem + ending
+            for stem in sorted({path[: -len(INDEX)] for path in there})
+            for ending in endings
+        )
         for path in paths:
             if path not in there:
                 other = path[: -len(INDEX)] + (INDEX if path.endswith(DATA) else DATA)
@@ -61,7 +72,10 @@ class MegatronScheme(IdScheme):
     def stems(self, names: Collection[str]) -> Mapping[str, tuple[str, str]]:
         prefixes = [name.removesuffix(INDEX) for name in names if name.endswith(INDEX)]
         return {
-            prefix + ending: (prefix, "") for prefix in prefixes if prefix + DATA in names for ending in (DATA, INDEX)
+            prefix + ending: (prefix, "")
+            for prefix in prefixes
+            if prefix + DATA in names
+            for ending in (DATA, INDEX)
         }
 
     def files_in_order(self, shards: Sequence[Shard]) -> int:

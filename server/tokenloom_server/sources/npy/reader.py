@@ -78,7 +78,9 @@ class NpySource(IndexedSource):
             edges = self._edges(ids, position, where)
             skipped = max(row - first, 0)
             if skipped < len(edges) - 1:
-                yield from columns.rows(ids.rows(edges[skipped:]), first + skipped, where, valid=True)
+                yield from columns.rows(
+                    ids.rows(edges[skipped:]), first + skipped, where, valid=True
+                )
             first += len(edges) - 1
             position = int(edges[-1])
 
@@ -128,7 +130,11 @@ class NpySource(IndexedSource):
         for begin in range(0, ids.count, step):
             ends = self._is_end(ids.numbers(begin, min(begin + step, ids.count)))
             first = int(ends.argmax())
-            yield RowEnds(begin + first + 1 if ends[first] else None, int(np.count_nonzero(ends)), bool(ends[-1]))
+            yield RowEnds(
+                begin + first + 1 if ends[first] else None,
+                int(np.count_nonzero(ends)),
+                bool(ends[-1]),
+            )
 
 
 class _Layout(NamedTuple):
@@ -192,11 +198,21 @@ def _of_numpy(file: File, where: str) -> _Layout:
             raise ValueError(f"version {major}.{minor}, expected 1.0 or 2.0")
         shape, _, kind = read[major - 1](head)
     # The header is text that Python's parser reads: whatever that finds wrong with it comes up.
-    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError, tokenize.TokenError) as error:
+    except (
+        ValueError,
+        SyntaxError,
+        TypeError,
+        KeyError,
+        RecursionError,
+        MemoryError,
+        tokenize.TokenError,
+    ) as error:
         raise files.unreadable(where, ".npy", error) from None
     begin, size = head.tell(), file.size
     if len(shape) != 1:
-        raise SourceError(f"{where} is an array of {len(shape)} dimensions, expected one; save array.reshape(-1)")
+        raise SourceError(
+            f"{where} is an array of {len(shape)} dimensions, expected one; save array.reshape(-1)"
+        )
     if kind.kind not in "iu" or kind.newbyteorder("<") != kind:
         raise SourceError(
             f"{where} is an array of {kind}, expected little-endian integers; save array.astype(numpy.uint16) or uint32"

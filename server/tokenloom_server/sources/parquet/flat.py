@@ -63,7 +63,9 @@ def decode(columns: Sequence[FlatColumn]) -> list[Any]:
     for number, column in enumerate(columns):
         start = first_page = size
         if column.dictionary is not None:
-            size += _add_page(parts, DICTIONARY_PAGE, column.dictionary.length, PLAIN, (column.dictionary.values,))
+            size += _add_page(
+                parts, DICTIONARY_PAGE, column.dictionary.length, PLAIN, (column.dictionary.values,)
+            )
             first_page = size
         for page in column.pages:
             size += _add_page(parts, DATA_PAGE, page.length, page.encoding, page.parts)
@@ -71,15 +73,22 @@ def decode(columns: Sequence[FlatColumn]) -> list[Any]:
     footer = _footer(columns, described, size)
     parts += (footer, len(footer).to_bytes(4, "little"), MAGIC)
     # A buffer is parsed where it lies; without pre_buffer, Arrow starts no thread for it.
-    table = pq.ParquetFile(pa.BufferReader(b"".join(parts)), pre_buffer=False).read(use_threads=False)
-    return [column.chunk(0) if column.num_chunks == 1 else column.combine_chunks() for column in table.columns]
+    table = pq.ParquetFile(pa.BufferReader(b"".join(parts)), pre_buffer=False).read(
+        use_threads=False
+    )
+    return [
+        column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+        for column in table.columns
+    ]
 
 
 # The structures of parquet.thrift, with what its reader needs. Fields follow in ascending order; each
 # names its distance from the one before.
 
 
-def _add_page(parts: list[Any], kind: int, length: int, encoding: int, body: tuple[Any, ...]) -> int:
+def _add_page(
+    parts: list[Any], kind: int, length: int, encoding: int, body: tuple[Any, ...]
+) -> int:
     """Appends a page and its PageHeader; returns their bytes."""
     size = sum(map(len, body))
     head = _number(1, _I32, kind) + _number(1, _I32, size) + _number(1, _I32, size)
@@ -110,12 +119,18 @@ def _footer(columns: Sequence[FlatColumn], described: list[bytes], size: int) ->
     rows = len(columns[0])
     root = _head(4, _BINARY) + _name(0) + _number(1, _I32, len(columns)) + _STOP
     leaves = [
-        _number(1, _I32, column.physical_type) + _number(2, _I32, 0) + _head(1, _BINARY) + _name(number) + _STOP
+        _number(1, _I32, column.physical_type)
+        + _number(2, _I32, 0)
+        + _head(1, _BINARY)
+        + _name(number)
+        + _STOP
         for number, column in enumerate(columns)  # 0: required
     ]
     group = _list(1, _STRUCT, described) + _number(1, _I64, size) + _number(1, _I64, rows) + _STOP
     schema = _list(1, _STRUCT, [root, *leaves])
-    return _number(1, _I32, 1) + schema + _number(1, _I64, rows) + _list(1, _STRUCT, [group]) + _STOP
+    return (
+        _number(1, _I32, 1) + schema + _number(1, _I64, rows) + _list(1, _STRUCT, [group]) + _STOP
+    )
 
 
 def _head(step: int, kind: int) -> bytes:

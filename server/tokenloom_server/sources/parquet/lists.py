@@ -18,7 +18,14 @@ from tokenloom_server.sources.parquet import flat as parquet_flat
 from tokenloom_server.sources.parquet import pages as parquet_pages
 from tokenloom_server.sources.parquet import thrift
 from tokenloom_server.sources.parquet.flat import FlatColumn, FlatPage
-from tokenloom_server.sources.parquet.pages import FAULTS, PHYSICAL_TYPES, Chunk, Chunks, Page, Unusual
+from tokenloom_server.sources.parquet.pages import (
+    FAULTS,
+    PHYSICAL_TYPES,
+    Chunk,
+    Chunks,
+    Page,
+    Unusual,
+)
 from tokenloom_server.storage.file import File
 
 #: Pages are decoded together until they have this many values: each call has a fixed cost.
@@ -49,15 +56,22 @@ def list_column(file: Any, name: str) -> ListColumn | None:
     field = file.schema_arrow.field(name)
     leaves = [file.schema.column(i) for i in range(len(file.schema))]
     leaf_numbers = [i for i, leaf in enumerate(leaves) if leaf.path.startswith(f"{name}.")]
-    if len(leaf_numbers) != 1 or not pa.types.is_integer(getattr(field.type, "value_type", None) or pa.null()):
+    if len(leaf_numbers) != 1 or not pa.types.is_integer(
+        getattr(field.type, "value_type", None) or pa.null()
+    ):
         return None
     leaf = leaves[leaf_numbers[0]]
     empty_level = int(field.nullable)
     item_level = empty_level + 1 + int(field.type.value_field.nullable)
     physical_type = PHYSICAL_TYPES.get(leaf.physical_type)
-    if physical_type is None or (leaf.max_repetition_level, leaf.max_definition_level) != (1, item_level):
+    if physical_type is None or (leaf.max_repetition_level, leaf.max_definition_level) != (
+        1,
+        item_level,
+    ):
         return None
-    return ListColumn(leaf_numbers[0], physical_type, item_level, empty_level, field.type.value_type)
+    return ListColumn(
+        leaf_numbers[0], physical_type, item_level, empty_level, field.type.value_type
+    )
 
 
 def read_lists(file: File, column: ListColumn, chunks: Chunks, group: int) -> Iterator[pa.Array]:
@@ -107,14 +121,20 @@ def _decoded(held: list[Page], column: ListColumn) -> Any:
         items, begins = parquet_flat.decode([values, repetition])
         offsets = _starts(arrays.numbers(begins))
     else:
-        definition = parquet_flat.levels([(page.length, page.definition) for page in held], column.item_level)
+        definition = parquet_flat.levels(
+            [(page.length, page.definition) for page in held], column.item_level
+        )
         begins, present = map(arrays.numbers, parquet_flat.decode([repetition, definition]))
         absent = _absent(begins, present, column)
         starts = _starts(begins)
         offsets = starts - np.searchsorted(absent, starts)
         ends = np.cumsum([page.length for page in held])
         counts = np.diff(ends - np.searchsorted(absent, ends), prepend=0).tolist()
-        decoded = parquet_flat.decode([_values(held, counts, column.physical_type)]) if sum(counts) else []
+        decoded = (
+            parquet_flat.decode([_values(held, counts, column.physical_type)])
+            if sum(counts)
+            else []
+        )
         items = decoded[0] if decoded else pa.nulls(0, column.item_type)
     if len(items) != offsets[-1]:
         raise Unusual(f"{len(items)} values, where {offsets[-1]} were expected")
@@ -123,7 +143,11 @@ def _decoded(held: list[Page], column: ListColumn) -> Any:
 
 
 def _values(held: list[Page], counts: list[int], physical_type: int) -> FlatColumn:
-    pages = [FlatPage(count, page.encoding, (page.values,)) for page, count in zip(held, counts, strict=True) if count]
+    pages = [
+        FlatPage(count, page.encoding, (page.values,))
+        for page, count in zip(held, counts, strict=True)
+        if count
+    ]
     return FlatColumn(physical_type, held[0].dictionary, pages)
 
 
@@ -139,11 +163,15 @@ def _starts(begins: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     return np.append(starts, len(begins))
 
 
-def _absent(begins: npt.NDArray[np.int32], present: npt.NDArray[np.int32], column: ListColumn) -> npt.NDArray[np.int64]:
+def _absent(
+    begins: npt.NDArray[np.int32], present: npt.NDArray[np.int32], column: ListColumn
+) -> npt.NDArray[np.int64]:
     """The levels that mark an empty list, or a null instead of a list, and so no item."""
     absent = np.flatnonzero(present != column.item_level)
     after = absent[absent + 1 < len(begins)] + 1
-    if bool((present[absent] > column.empty_level).any() or begins[absent].any() or begins[after].any()):
+    if bool(
+        (present[absent] > column.empty_level).any() or begins[absent].any() or begins[after].any()
+    ):
         raise Unusual("a null among the ids, or levels that contradict each other")
     return absent
 

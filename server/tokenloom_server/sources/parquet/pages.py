@@ -52,7 +52,16 @@ class Unusual(Exception):
 
 #: The errors that damaged pages and footers raise.
 FAULTS = (
-    *(Unusual, pa.ArrowException, OSError, EOFError, zlib.error, RecursionError, MemoryError, OverflowError),
+    *(
+        Unusual,
+        pa.ArrowException,
+        OSError,
+        EOFError,
+        zlib.error,
+        RecursionError,
+        MemoryError,
+        OverflowError,
+    ),
     *(ValueError, KeyError, IndexError, TypeError),
 )
 
@@ -160,11 +169,19 @@ def pages(file: File, chunk: Chunk) -> Iterator[Page]:
     position, end, left = chunk.start, chunk.start + chunk.size, chunk.levels
     dictionary: Dictionary | None = None
     while left > 0:
-        header, length = thrift.read_struct(file.read_at(position, min(HEADER_BYTES, end - position)), 0)
+        header, length = thrift.read_struct(
+            file.read_at(position, min(HEADER_BYTES, end - position)), 0
+        )
         kind, size, stored = header[1], header[2], header[3]
         position += length
-        if kind not in _DETAILS or not 0 <= size <= MAX_PAGE_BYTES or not 0 <= stored <= end - position:
-            raise Unusual(f"a page of type {kind}: {size} bytes, {stored} in the file, where {end - position} are left")
+        if (
+            kind not in _DETAILS
+            or not 0 <= size <= MAX_PAGE_BYTES
+            or not 0 <= stored <= end - position
+        ):
+            raise Unusual(
+                f"a page of type {kind}: {size} bytes, {stored} in the file, where {end - position} are left"
+            )
         details = header[_DETAILS[kind]]
         count = details[1]
         if kind != DICTIONARY_PAGE and not 0 <= count <= min(left, MAX_PAGE_VALUES):
@@ -216,7 +233,9 @@ class CheckedPages(FileStream):
             try:
                 fields, length = thrift.read_struct(data[position - after :], 0)
             except IndexError:  # it reaches beyond
-                fields, length = thrift.read_struct(self._file.read_at(position, MOST_HEADER_BYTES), 0)
+                fields, length = thrift.read_struct(
+                    self._file.read_at(position, MOST_HEADER_BYTES), 0
+                )
             size, stored = fields[2], fields[3]
             if not 0 <= size <= self._most_bytes or not 0 <= stored <= end - position:
                 raise ValueError(

@@ -97,10 +97,17 @@ class ParquetSource(ShardedSource):
                 first = [*islice(ranges, 1)]
                 file.plan(chain(first, ranges))
             expect = partial(stream.expect, chunks)
-            yield from self._read_groups(parquet, expect, self._lists(file, parquet, chunks[0]), shard, row)
+            yield from self._read_groups(
+                parquet, expect, self._lists(file, parquet, chunks[0]), shard, row
+            )
 
     def _read_groups(
-        self, file: Any, expect: Callable[[int], None], lists: _ReadLists | None, shard: int, row: int
+        self,
+        file: Any,
+        expect: Callable[[int], None],
+        lists: _ReadLists | None,
+        shard: int,
+        row: int,
     ) -> Iterator[Rows]:
         where = self._where(self._shards[shard])
         selection = self._selection(shard, file.schema_arrow)
@@ -123,7 +130,13 @@ class ParquetSource(ShardedSource):
                 )
 
     def _read_group(
-        self, file: Any, group: int, size: _BatchSize, where: str, lists: _ReadLists | None, selection: Selection
+        self,
+        file: Any,
+        group: int,
+        size: _BatchSize,
+        where: str,
+        lists: _ReadLists | None,
+        selection: Selection,
     ) -> Iterator[pa.RecordBatch]:
         """What is read of one row group, in record batches of about ``BATCH_BYTES`` or of a page."""
         done = 0
@@ -138,7 +151,13 @@ class ParquetSource(ShardedSource):
                 yield from map(as_batch, lists(group))
                 return
             except Unusual as error:
-                _log.debug("%s: row group %d is left to Arrow from row %d on: %s", where, group, done, error)
+                _log.debug(
+                    "%s: row group %d is left to Arrow from row %d on: %s",
+                    where,
+                    group,
+                    done,
+                    error,
+                )
         try:
             for batch in file.iter_batches(
                 size.rows(file.metadata.row_group(group)),
@@ -158,9 +177,15 @@ class ParquetSource(ShardedSource):
     def _lists(self, file: File, parquet: pq.ParquetFile, chunks: Chunks) -> _ReadLists | None:
         """The fast reader, where the column is one of those that it is for."""
         # A filter needs other columns beside it, row by row; and a field within a structure has other levels.
-        usual = self._content is Content.IDS and self._rules.plain and self._spec.column in parquet.schema_arrow.names
+        usual = (
+            self._content is Content.IDS
+            and self._rules.plain
+            and self._spec.column in parquet.schema_arrow.names
+        )
         column = parquet_lists.list_column(parquet, self._spec.column) if usual else None
-        return partial(parquet_lists.read_lists, file, column, chunks) if column is not None else None
+        return (
+            partial(parquet_lists.read_lists, file, column, chunks) if column is not None else None
+        )
 
     def _ranges(self, file: File, chunks: Chunks, group: int) -> Iterator[Range]:
         """The column's chunk in a row group and in each after it; ends where the file does not say where it lies."""
@@ -169,7 +194,9 @@ class ParquetSource(ShardedSource):
                 yield Range(chunk.start, chunk.start + chunk.size)
         except parquet_pages.FAULTS as error:
             if not self._is_unplanned:
-                _log.warning("%s: nothing of it is read ahead (%s); nor of others like it", file.name, error)
+                _log.warning(
+                    "%s: nothing of it is read ahead (%s); nor of others like it", file.name, error
+                )
             self._is_unplanned = True
 
     def _chunks(self, shard: int, parquet: pq.ParquetFile, keep: bool) -> list[Chunks]:
@@ -179,7 +206,12 @@ class ParquetSource(ShardedSource):
         if known is None:
             names = [parquet.schema.column(i).path for i in range(len(parquet.schema))]
             read = [f"{column}." for column in self._rules.reads(self._spec.column)]
-            leaves = [i for column in read for i, name in enumerate(names) if f"{name}.".startswith(column)]
+            leaves = [
+                i
+                for column in read
+                for i, name in enumerate(names)
+                if f"{name}.".startswith(column)
+            ]
             known = _Footer(parquet.metadata, [Chunks(leaf) for leaf in leaves or [0]])
         if keep:
             self._footers[shard] = known
@@ -189,7 +221,9 @@ class ParquetSource(ShardedSource):
         return known.chunks
 
     @contextlib.contextmanager
-    def _open_parquet(self, shard: int, *, again: bool = False) -> Iterator[tuple[File, CheckedPages, Any]]:
+    def _open_parquet(
+        self, shard: int, *, again: bool = False
+    ) -> Iterator[tuple[File, CheckedPages, Any]]:
         """A shard, what Arrow reads it by, and its ``ParquetFile``, whose schema was checked and whose row groups are
         known."""
         file = self._open(self._shards[shard], again=again)
@@ -235,7 +269,9 @@ def _metadata_of(file: File) -> pq.FileMetaData | None:
     has to look at the file, and say what is wrong."""
     if isinstance(file, LocalFile):
         with contextlib.suppress(pa.ArrowException, OSError, UnicodeDecodeError):
-            return pq.read_metadata(pa.BufferReader(file.read_at(max(0, file.size - TAIL_BYTES), TAIL_BYTES)))
+            return pq.read_metadata(
+                pa.BufferReader(file.read_at(max(0, file.size - TAIL_BYTES), TAIL_BYTES))
+            )
     return None
 
 
@@ -250,7 +286,11 @@ class _BatchSize:
         self._bytes = 0
 
     def rows(self, group: Any) -> int:
-        known = (self._rows, self._bytes) if self._rows else (int(group.num_rows), int(group.total_byte_size))
+        known = (
+            (self._rows, self._bytes)
+            if self._rows
+            else (int(group.num_rows), int(group.total_byte_size))
+        )
         return max(1, min(BATCH_ROWS, known[0] * BATCH_BYTES // max(known[1], 1)))
 
     def saw(self, batch: pa.RecordBatch) -> None:
@@ -269,9 +309,13 @@ class ParquetTensors:
         metadata = self._file.metadata
         self.ends = _group_ends(metadata)
         # By whole row groups: Arrow ends the process where the size of a damaged column is asked for.
-        self.decoded_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+        self.decoded_bytes = sum(
+            metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)
+        )
 
     def read(self, part: int, names: Sequence[str]) -> list[pa.Array]:
         table = self._file.read_row_group(part, columns=list(names), use_threads=False)
         columns = [table.column(name) for name in names]
-        return [each.chunk(0) if each.num_chunks == 1 else each.combine_chunks() for each in columns]
+        return [
+            each.chunk(0) if each.num_chunks == 1 else each.combine_chunks() for each in columns
+        ]

@@ -86,15 +86,23 @@ class Bucketing(NamedTuple):
     edges: tuple[int, ...] = ()
 
 
-def bucket_index(source: FeatureSource, bucketing: Bucketing, index_dir: Path | None, name: str) -> BucketIndex:
+def bucket_index(
+    source: FeatureSource, bucketing: Bucketing, index_dir: Path | None, name: str
+) -> BucketIndex:
     """The index of a source, from the cache in ``index_dir`` (None: there is none) or made anew; ``name`` is for the
     log. Raises ``SourceError`` naming the file for what cannot be read, or names no bucket."""
-    path = None if index_dir is None else index_dir / f"buckets-{FORMAT}-{_signature(source, bucketing)}.idx"
+    path = (
+        None
+        if index_dir is None
+        else index_dir / f"buckets-{FORMAT}-{_signature(source, bucketing)}.idx"
+    )
     if path is not None and path.exists():
         try:
             return _load(path)
         except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
-            _log.warning("%s: the bucket index %s is unusable (%s) and is made anew", name, path, error)
+            _log.warning(
+                "%s: the bucket index %s is unusable (%s) and is made anew", name, path, error
+            )
     built = _build(source, bucketing, name)
     if path is None:
         return built
@@ -102,12 +110,19 @@ def bucket_index(source: FeatureSource, bucketing: Bucketing, index_dir: Path | 
         _save(built, path)
         return _load(path)
     except (OSError, ValueError) as error:
-        _log.warning("%s: the bucket index cannot be kept in %s (%s); it is made at each start", name, path, error)
+        _log.warning(
+            "%s: the bucket index cannot be kept in %s (%s); it is made at each start",
+            name,
+            path,
+            error,
+        )
         return built
 
 
 def _signature(source: FeatureSource, bucketing: Bucketing) -> str:
-    text = canonical([list(bucketing), [[shard.size, shard.fingerprint] for shard in source.shards]])
+    text = canonical(
+        [list(bucketing), [[shard.size, shard.fingerprint] for shard in source.shards]]
+    )
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -129,20 +144,29 @@ def _build(source: FeatureSource, bucketing: Bucketing, name: str) -> BucketInde
         shards = list(threads.map(coded, range(count)))
     kinds = {type(key) for shard in shards for key in shard.keys}
     if len(kinds) > 1:
-        raise SourceError(f"{name}: column {bucketing.column!r} holds numbers in some files and text in others")
+        raise SourceError(
+            f"{name}: column {bucketing.column!r} holds numbers in some files and text in others"
+        )
     keys: list[Any] = sorted({key for shard in shards for key in shard.keys})
     numbers = {key: number for number, key in enumerate(keys)}
     codes = np.concatenate(
-        [np.array([*(numbers[key] for key in shard.keys), _LEFT_OUT], np.int32)[shard.codes] for shard in shards]
+        [
+            np.array([*(numbers[key] for key in shard.keys), _LEFT_OUT], np.int32)[shard.codes]
+            for shard in shards
+        ]
     )
     ends = np.cumsum([0, *(len(shard.codes) for shard in shards)], dtype=np.int64)
     if not len(codes):
-        raise SourceError(f"{name} has no rows; give it files with content, or take it out of the mixture")
+        raise SourceError(
+            f"{name} has no rows; give it files with content, or take it out of the mixture"
+        )
     order = np.argsort(codes, kind="stable")
     left_out = int(np.count_nonzero(codes == _LEFT_OUT))
     begins = np.cumsum([0, *np.bincount(codes[codes >= 0], minlength=len(keys))], dtype=np.int64)
     rows: _Rows = order[left_out:].astype(np.uint32 if len(codes) <= 2**32 else np.uint64)
-    return BucketIndex(keys=tuple(map(str, keys)), begins=begins, rows=rows, shard_ends=ends, left_out=left_out)
+    return BucketIndex(
+        keys=tuple(map(str, keys)), begins=begins, rows=rows, shard_ends=ends, left_out=left_out
+    )
 
 
 def _coded(source: FeatureSource, bucketing: Bucketing, shard: int) -> _Coded:
@@ -152,7 +176,11 @@ def _coded(source: FeatureSource, bucketing: Bucketing, shard: int) -> _Coded:
     row = 0
     for array in source.bucket_arrays(shard, bucketing.column):
         _check_filled(array, row, bucketing, where)
-        row_keys = _lengths(array, bucketing, where) if bucketing.by_length else _values(array, bucketing.column, where)
+        row_keys = (
+            _lengths(array, bucketing, where)
+            if bucketing.by_length
+            else _values(array, bucketing.column, where)
+        )
         if isinstance(row_keys, pa.Array):
             # Of an item of a list, or a value of a dictionary.
             _check_filled(row_keys, row, bucketing, where)
@@ -161,7 +189,10 @@ def _coded(source: FeatureSource, bucketing: Bucketing, shard: int) -> _Coded:
             edges = np.array(bucketing.edges)
             places = np.searchsorted(edges, row_keys, "left")
             # Keys stay those of the edges, the one after the last stands for none.
-            own = np.append(np.array([keys.setdefault(int(edge), len(keys)) for edge in edges], np.int32), _LEFT_OUT)
+            own = np.append(
+                np.array([keys.setdefault(int(edge), len(keys)) for edge in edges], np.int32),
+                _LEFT_OUT,
+            )
             codes.append(own[places])
             continue
         unique, inverse = _unique(row_keys)

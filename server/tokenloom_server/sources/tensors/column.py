@@ -12,10 +12,16 @@ from tokenloom_server.sources import arrays
 STRING, BINARY = "string", "binary"
 
 #: What a batch has beside its columns.
-RESERVED = frozenset({"source_ids", "sample_ids", "dataset_id", "bucket", "sample_index", "total_tokens"})
+RESERVED = frozenset(
+    {"source_ids", "sample_ids", "dataset_id", "bucket", "sample_index", "total_tokens"}
+)
 
 #: By a type that Arrow does not have, the types that its bits are stored in.
-STORED_AS = {"bfloat16": ("uint16", "int16"), "float8_e4m3fn": ("uint8", "int8"), "float8_e5m2": ("uint8", "int8")}
+STORED_AS = {
+    "bfloat16": ("uint16", "int16"),
+    "float8_e4m3fn": ("uint8", "int8"),
+    "float8_e5m2": ("uint8", "int8"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,9 @@ class Values(NamedTuple):
                     windows = np.lib.stride_tricks.sliding_window_view(data, most)
                     out[places[:, None] + np.arange(most)] = windows[offsets]
                 continue
-            for place, begin, size in zip(places.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
+            for place, begin, size in zip(
+                places.tolist(), offsets.tolist(), sizes.tolist(), strict=True
+            ):
                 out[place : place + size] = data[begin : begin + size]
 
 
@@ -106,11 +108,15 @@ class DecodedColumn:
         self._leaf_begin = array.offset
         has_offsets = not column.is_tensor and not pa.types.is_fixed_size_binary(array.type)
         data = array.buffers()[2 if has_offsets else 1]
-        self._data: _Bytes = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
+        self._data: _Bytes = (
+            np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
+        )
         if has_offsets:
             self._text_offsets = arrays.offsets(array)
         elif not column.is_tensor:
-            self._text_offsets = np.arange(array.offset, array.offset + len(array) + 1) * array.type.byte_width
+            self._text_offsets = (
+                np.arange(array.offset, array.offset + len(array) + 1) * array.type.byte_width
+            )
 
     def locate(self, rows: _Int64s, request: slice) -> LocatedRows:
         """Where the values of some rows [n] of the part lie, which are the rows ``request`` of a request."""
@@ -118,7 +124,9 @@ class DecodedColumn:
         if not self._column.is_tensor:
             self._refuse_null(self._leaf_valid, rows, begins, ends)
             begins, ends = (self._text_offsets[each].astype(np.int64) for each in (begins, ends))
-            return LocatedRows(request, np.empty((len(rows), 0), np.int64), ends - begins, begins, self._data)
+            return LocatedRows(
+                request, np.empty((len(rows), 0), np.int64), ends - begins, begins, self._data
+            )
         dims: list[_Int64s] = []
         for number, level in enumerate(self._levels):
             self._refuse_null(level.valid, rows, begins, ends)
@@ -133,9 +141,13 @@ class DecodedColumn:
         if self._is_tensor_type:
             dims = [np.full(len(rows), int(dim or 0)) for dim in self._column.dims]
         shapes = np.stack(dims, axis=1) if dims else np.empty((len(rows), 0), np.int64)
-        return LocatedRows(request, shapes, (ends - begins) * size, (begins + self._leaf_begin) * size, self._data)
+        return LocatedRows(
+            request, shapes, (ends - begins) * size, (begins + self._leaf_begin) * size, self._data
+        )
 
-    def _lengths(self, level: _Level, number: int, rows: _Int64s, begins: _Int64s, ends: _Int64s) -> _Int64s:
+    def _lengths(
+        self, level: _Level, number: int, rows: _Int64s, begins: _Int64s, ends: _Int64s
+    ) -> _Int64s:
         """By row, the one length of its lists at a level. Raises ``SourceError`` where they have several."""
         assert level.offsets is not None
         if level.even is not None:
@@ -157,7 +169,9 @@ class DecodedColumn:
                     )
         return row_lengths
 
-    def _refuse_null(self, valid: npt.NDArray[np.bool_] | None, rows: _Int64s, begins: _Int64s, ends: _Int64s) -> None:
+    def _refuse_null(
+        self, valid: npt.NDArray[np.bool_] | None, rows: _Int64s, begins: _Int64s, ends: _Int64s
+    ) -> None:
         if valid is None:
             return
         for row, begin, end in zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True):
@@ -175,7 +189,9 @@ def _valid(array: pa.Array) -> npt.NDArray[np.bool_] | None:
 
 def _plain(array: pa.Array) -> pa.Array:
     """A column in a layout of its own; of extension types only tensors are left."""
-    is_stored = isinstance(array.type, pa.BaseExtensionType) and not isinstance(array.type, pa.FixedShapeTensorType)
+    is_stored = isinstance(array.type, pa.BaseExtensionType) and not isinstance(
+        array.type, pa.FixedShapeTensorType
+    )
     return _plain(array.storage) if is_stored else arrays.plain(array)
 
 

@@ -19,7 +19,13 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Shard, TensorFile
 from tokenloom_server.sources.scheme import ReadRequest, scheme_of
-from tokenloom_server.sources.tensors.column import RESERVED, STORED_AS, Column, described, item_bytes
+from tokenloom_server.sources.tensors.column import (
+    RESERVED,
+    STORED_AS,
+    Column,
+    described,
+    item_bytes,
+)
 from tokenloom_server.sources.tensors.decoded import DecodedColumn, LocatedRows, Values, joined
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.local import LocalFile
@@ -37,7 +43,9 @@ _Int64s = npt.NDArray[np.int64]
 class FeatureSource:
     """The columns of a source's rows. For one thread at a time."""
 
-    def __init__(self, request: ReadRequest, *, names: Sequence[str] | None, dtypes: Mapping[str, str]) -> None:
+    def __init__(
+        self, request: ReadRequest, *, names: Sequence[str] | None, dtypes: Mapping[str, str]
+    ) -> None:
         """``names``: the columns that are wanted, None for all that can travel. Opens the first file.
 
         Raises ``SourceError`` for a file that cannot be read, and for a column that is missing or cannot travel.
@@ -100,7 +108,10 @@ class FeatureSource:
             file = self._file(shard)
             sizes += file.decoded_bytes
             rows += int(file.ends[-1])
-        fixed = sum(column.item_bytes * int(np.prod([int(dim or 0) for dim in column.dims])) for column in self.columns)
+        fixed = sum(
+            column.item_bytes * int(np.prod([int(dim or 0) for dim in column.dims]))
+            for column in self.columns
+        )
         return max(1, fixed, sizes // max(1, rows))
 
     def take(self, shards: _Int64s, rows: _Int64s) -> list[Values]:
@@ -137,7 +148,9 @@ class FeatureSource:
         size = 0 if file.mapped else sum(array.nbytes for array in arrays)
         self._kept[key] = (size, decoded)
         self._kept_bytes += size
-        while len(self._kept) > 1 and (self._kept_bytes > KEPT_BYTES or len(self._kept) > KEPT_PARTS):
+        while len(self._kept) > 1 and (
+            self._kept_bytes > KEPT_BYTES or len(self._kept) > KEPT_PARTS
+        ):
             _, (gone, _) = self._kept.popitem(last=False)
             self._kept_bytes -= gone
         return decoded
@@ -169,7 +182,9 @@ class FeatureSource:
 
     def _open(self, shard: int) -> _NamedFile:
         if not self.shards[shard].size:
-            raise SourceError(f"{self.where(shard)} is empty (0 bytes), expected a {self._scheme.name} file")
+            raise SourceError(
+                f"{self.where(shard)} is empty (0 bytes), expected a {self._scheme.name} file"
+            )
         file = self._request.open(self.shards[shard])
         try:
             opened = self._scheme.open_tensors(file)

@@ -24,7 +24,9 @@ from tokenloom_server.storage.file import File, Range
 class UnitsSource(IndexedSource):
     """A source of files of such rows."""
 
-    def __init__(self, request: ReadRequest, ends_of: Callable[[bytes], npt.NDArray[np.int64]], trimmed: str) -> None:
+    def __init__(
+        self, request: ReadRequest, ends_of: Callable[[bytes], npt.NDArray[np.int64]], trimmed: str
+    ) -> None:
         """``ends_of``: the positions of the last byte of each row in text that begins with one; ``trimmed``: characters
         that belong to no row where they stand at its begin or end."""
         super().__init__(request)
@@ -40,10 +42,16 @@ class UnitsSource(IndexedSource):
                 first = block.first_row + len(block.ends)
                 if first > row:
                     block = block.cut(max(row - block.first_row, 0), len(block.ends))
-                    edges = pa.py_buffer(np.concatenate(([0], block.ends[:-1] + 1, [len(block.data)])))
-                    text = pa.LargeStringArray.from_buffers(len(block.ends), edges, pa.py_buffer(block.data))
+                    edges = pa.py_buffer(
+                        np.concatenate(([0], block.ends[:-1] + 1, [len(block.data)]))
+                    )
+                    text = pa.LargeStringArray.from_buffers(
+                        len(block.ends), edges, pa.py_buffer(block.data)
+                    )
                     for rows in columns.rows(text, block.first_row, self._where(entry)):
-                        yield rows._replace(column=pc.ascii_trim(rows.column, characters=self._trimmed))
+                        yield rows._replace(
+                            column=pc.ascii_trim(rows.column, characters=self._trimmed)
+                        )
         if not position:
             self._check_row(shard, row, first)
 
@@ -53,7 +61,9 @@ class UnitsSource(IndexedSource):
         if position and isinstance(stream, FileStream):
             stream.seek(position)
         held = b"" if position else bytes(stream.read(len(BOM))).removeprefix(BOM)
-        while data := bytes(stream.read(max(BLOCK_BYTES, len(held)))):  # doubling: long rows are joined a few times
+        while data := bytes(
+            stream.read(max(BLOCK_BYTES, len(held)))
+        ):  # doubling: long rows are joined a few times
             held += data
             if len(ends := self._ends_of(held)):
                 stop = int(ends[-1]) + 1
@@ -72,7 +82,9 @@ class UnitsSource(IndexedSource):
                 file.plan([Range(0, file.size)])
                 return row_index.build(0, file.size, self._row_ends(file, entry.path))
 
-            return row_index.cached(self._cache_path(shard, file, self._spec.column), entry.size, build)
+            return row_index.cached(
+                self._cache_path(shard, file, self._spec.column), entry.size, build
+            )
 
     def _row_ends(self, file: File, path: str) -> Iterator[RowEnds]:
         position = len(BOM) if bytes(file.read_at(0, len(BOM))) == BOM else 0

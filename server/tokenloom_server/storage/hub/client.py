@@ -100,7 +100,9 @@ class HubClient:
             errors = import_module("huggingface_hub.errors")
             self._cached_tree = self._hub.get_cached_repo_tree
         except (ImportError, AttributeError) as error:
-            raise SourceError(f"sources on the Hub need huggingface_hub 1.33 or later ({error}); {INSTALL}") from None
+            raise SourceError(
+                f"sources on the Hub need huggingface_hub 1.33 or later ({error}); {INSTALL}"
+            ) from None
         # The base of all that its HTTP client raises; which library that is differs between releases.
         self._http_error: type[Exception] = errors.HTTPError
         self._offline_error: type[Exception] = errors.OfflineModeIsEnabled
@@ -137,7 +139,9 @@ class HubClient:
         except self._no_tree_error:
             return None
 
-    def get_json(self, path: str, query: Mapping[str, str] | None = None) -> tuple[Any, dict[str, str] | None]:
+    def get_json(
+        self, path: str, query: Mapping[str, str] | None = None
+    ) -> tuple[Any, dict[str, str] | None]:
         """An answer of the Hub's API, and the query that gives the next page of it, if there is one.
 
         Tries again while the Hub is busy. Raises ``HubRefused``, and ``HubBusy`` after the last try.
@@ -159,7 +163,9 @@ class HubClient:
         return retried(ask)
 
     @contextmanager
-    def ask(self, method: str, url: str, headers: Mapping[str, str] | None = None) -> Iterator[Reply]:
+    def ask(
+        self, method: str, url: str, headers: Mapping[str, str] | None = None
+    ) -> Iterator[Reply]:
         """One request, without another try. The token goes to the Hub's own address and nowhere else; a HEAD ends where
         that leads to another one.
 
@@ -180,7 +186,9 @@ class HubClient:
                     raise self._fault(url, response)
                 yield Reply(status, received, hub, response, url)
                 return
-        raise HubRefused("other", f"{self._named(url)} leads from one place to the next without an end")
+        raise HubRefused(
+            "other", f"{self._named(url)} leads from one place to the next without an end"
+        )
 
     @contextmanager
     def _sent(self, method: str, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
@@ -194,10 +202,14 @@ class HubClient:
         session = self._hub.utils.get_session()
         try:
             silence_s = min(SILENCE_S, IoStats.default_policy.total_s)
-            with session.stream(method, url, headers=sent, timeout=silence_s, follow_redirects=False) as response:
+            with session.stream(
+                method, url, headers=sent, timeout=silence_s, follow_redirects=False
+            ) as response:
                 yield response
         except self._offline_error:
-            raise HubRefused("other", f"{self._named(url)} cannot be asked: HF_HUB_OFFLINE is set") from None
+            raise HubRefused(
+                "other", f"{self._named(url)} cannot be asked: HF_HUB_OFFLINE is set"
+            ) from None
         except self._http_error as error:
             raise HubBusy(f"{self._named(url)}: {self._scrubbed(error)}") from None
 
@@ -211,26 +223,42 @@ class HubClient:
 
     def _scrubbed(self, error: object) -> str:
         """An error's text without possible secrets: queries of URLs, and the token."""
-        text = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", str(error)) or type(error).__name__
+        text = (
+            re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", str(error)) or type(error).__name__
+        )
         token = self._token()
         return text.replace(token, "…") if token else text
 
     def _token(self) -> str | None:
         """The token of the environment, or of the login on this machine."""
-        token: str | None = None if self._constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else self._hub.get_token()
+        token: str | None = (
+            None if self._constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else self._hub.get_token()
+        )
         return token
 
     def _fault(self, url: str, response: Any) -> Exception:
         """What an answer of an error means."""
         status, headers = int(response.status_code), response.headers
-        code, said = headers.get("x-error-code", ""), self._scrubbed(headers.get("x-error-message") or "")[:300]
+        code, said = (
+            headers.get("x-error-code", ""),
+            self._scrubbed(headers.get("x-error-message") or "")[:300],
+        )
         if status in _BUSY:
             asked_s = _asked_s(headers)
-            about = f"{self._named(url)} answered {status}" + (f" ({said})" if headers.get("x-error-message") else "")
-            return HubBusy(about + ("" if asked_s is None else f" and asks to wait for {asked_s:.0f} s"), asked_s)
+            about = f"{self._named(url)} answered {status}" + (
+                f" ({said})" if headers.get("x-error-message") else ""
+            )
+            return HubBusy(
+                about + ("" if asked_s is None else f" and asks to wait for {asked_s:.0f} s"),
+                asked_s,
+            )
         if not self.is_own(url):
             return HubRefused("link", f"{self._named(url)} answered {status}")
-        has = "the token that was sent does not open it" if self._token() else "no token was sent: HF_TOKEN is not set"
+        has = (
+            "the token that was sent does not open it"
+            if self._token()
+            else "no token was sent: HF_TOKEN is not set"
+        )
         if code == "GatedRepo":
             return HubRefused(
                 "gated",
@@ -239,7 +267,8 @@ class HubClient:
             )
         if status == 401 and "credentials" in said.lower():
             return HubRefused(
-                "token", "cannot be asked for: the Hub does not know the token in HF_TOKEN (or has ended it)"
+                "token",
+                "cannot be asked for: the Hub does not know the token in HF_TOKEN (or has ended it)",
             )
         if code == "RevisionNotFound":
             return HubRefused("revision", "has no such revision")
@@ -249,7 +278,10 @@ class HubClient:
             return HubRefused("repo", f"is not on {self.endpoint}, or is private, and {has}")
         if status == 403:
             return HubRefused("other", f"is forbidden ({said or 403}), and {has}")
-        return HubRefused("other", f"cannot be had: {self._named(url)} answered {status} ({said or 'no reason given'})")
+        return HubRefused(
+            "other",
+            f"cannot be had: {self._named(url)} answered {status} ({said or 'no reason given'})",
+        )
 
 
 def retried(ask: Callable[[], _T]) -> _T:
@@ -263,7 +295,9 @@ def retried(ask: Callable[[], _T]) -> _T:
             pause_s = wait_s if asked_s is None else asked_s
             if tries == TRIES or pause_s > LONGEST_ASKED_S or time.monotonic() + pause_s > until:
                 raise
-            _log.warning("%s; trying again in %.1f s (try %d of %d)", error, pause_s, tries + 1, TRIES)
+            _log.warning(
+                "%s; trying again in %.1f s (try %d of %d)", error, pause_s, tries + 1, TRIES
+            )
             time.sleep(pause_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
     raise AssertionError("unreachable: the last try returns or raises")

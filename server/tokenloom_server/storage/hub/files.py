@@ -20,7 +20,8 @@ from tokenloom_server.storage.hub.client import HubBusy, HubClient, HubRefused, 
 from tokenloom_server.storage.hub.repository import COMMIT, HubFile
 
 _URL = re.compile(
-    r"hf://datasets/(?P<repo>[^/@]+/[^/@]+|[^/@]+(?=@))(@(?P<revision>refs/[^/]+/[^/]+|[^/]+))?/(?P<path>.+)", re.DOTALL
+    r"hf://datasets/(?P<repo>[^/@]+/[^/@]+|[^/@]+(?=@))(@(?P<revision>refs/[^/]+/[^/]+|[^/]+))?/(?P<path>.+)",
+    re.DOTALL,
 )
 
 
@@ -42,7 +43,9 @@ class HubPath:
         """Raises ``SourceError`` for another URL."""
         match = _URL.fullmatch(url)
         if match is None:
-            raise SourceError(f"{url!r} names nothing in a dataset, expected hf://datasets/ORG/NAME@REVISION/PATH")
+            raise SourceError(
+                f"{url!r} names nothing in a dataset, expected hf://datasets/ORG/NAME@REVISION/PATH"
+            )
         return cls(match["repo"], match["revision"], match["path"])
 
     @property
@@ -61,14 +64,21 @@ class HubFiles:
     def cached(self, url: str) -> Path | None:
         """Where a file at a commit lies in the cache of huggingface_hub, if it does."""
         location = HubPath.parse(url)
-        return self._client.cached_file(location.repo, location.commit, location.path) if location.commit else None
+        return (
+            self._client.cached_file(location.repo, location.commit, location.path)
+            if location.commit
+            else None
+        )
 
     def glob(self, pattern: str, detail: bool = True) -> dict[str, dict[str, Any]]:
         """The files that a URL with wildcards matches, each at the commit that its revision is at now."""
         location = HubPath.parse(pattern)
         with self._naming(pattern):
             held = repository.open_repository(self._client, location.repo, location.revision)
-            return {info["name"]: info for info in (_info(held, file) for file in repository.find(held, location.path))}
+            return {
+                info["name"]: info
+                for info in (_info(held, file) for file in repository.find(held, location.path))
+            }
 
     def ls(self, url: str, detail: bool = True) -> list[dict[str, Any]]:
         """The files directly in a folder, likewise. Raises ``FileNotFoundError`` where it has none."""
@@ -109,7 +119,9 @@ class HubHandle:
         self._url = url
         location = HubPath.parse(url)
         revision = quote(location.revision or "main", safe="")
-        self._address = f"{client.endpoint}/datasets/{location.repo}/resolve/{revision}/{quote(location.path)}"
+        self._address = (
+            f"{client.endpoint}/datasets/{location.repo}/resolve/{revision}/{quote(location.path)}"
+        )
         with client.ask("HEAD", self._address) as reply:
             size = reply.hub.get("x-linked-size") or reply.headers.get("content-length", "")
             self._digest = _digest_of(reply)
@@ -119,7 +131,12 @@ class HubHandle:
             raise HubRefused("other", "is of unknown size: the Hub does not say")
         self.size = int(size)
         kind, _, digest = self._digest.partition(":")
-        self.details: dict[str, Any] = {"name": url, "type": "file", "size": self.size, kind: digest}
+        self.details: dict[str, Any] = {
+            "name": url,
+            "type": "file",
+            "size": self.size,
+            kind: digest,
+        }
 
     def _fetch_range(self, begin: int, end: int) -> bytes:
         """Bytes [begin, end), which must lie in the file.
@@ -153,24 +170,36 @@ class HubHandle:
     def _check(self, reply: Reply, begin: int, end: int) -> None:
         """Compares an answer with its request, before its body is read."""
         if reply.status == 416:
-            raise SourceChanged(f"{self._url!r} ends before byte {end - 1}, expected {self.size} bytes in all")
+            raise SourceChanged(
+                f"{self._url!r} ends before byte {end - 1}, expected {self.size} bytes in all"
+            )
         if reply.hub and _digest_of(reply) != self._digest:
-            raise SourceChanged(f"{self._url!r} has other content: found {_digest_of(reply)}, expected {self._digest}")
+            raise SourceChanged(
+                f"{self._url!r} has other content: found {_digest_of(reply)}, expected {self._digest}"
+            )
         if reply.status == 200 and begin == 0 and end == self.size:
             return  # all of it was asked for
         match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", reply.headers.get("content-range", ""))
         if reply.status != 206 or match is None:
-            raise SourceError(f"{self._url!r}: the Hub answered a request for a range with {reply.status} and no range")
+            raise SourceError(
+                f"{self._url!r}: the Hub answered a request for a range with {reply.status} and no range"
+            )
         if match[3] not in ("*", str(self.size)):
             raise SourceChanged(f"{self._url!r} has {match[3]} bytes, expected {self.size}")
         if (int(match[1]), int(match[2])) != (begin, end - 1):
-            raise HubBusy(f"asked for bytes {begin}-{end - 1}, the answer has {match[1]}-{match[2]}")
+            raise HubBusy(
+                f"asked for bytes {begin}-{end - 1}, the answer has {match[1]}-{match[2]}"
+            )
 
 
 def _digest_of(reply: Reply) -> str:
     """A file's digest by the Hub's own tag: storage has tags of another kind. ``sha256:`` in large-file storage, else
     ``blob_id:``; a mirror's tag that is neither is an ``etag:``."""
-    tag = str(reply.hub.get("x-linked-etag") or reply.hub.get("etag") or "").removeprefix("W/").strip('"')
+    tag = (
+        str(reply.hub.get("x-linked-etag") or reply.hub.get("etag") or "")
+        .removeprefix("W/")
+        .strip('"')
+    )
     if re.fullmatch(r"[0-9a-f]{64}", tag):
         return f"sha256:{tag}"
     return f"blob_id:{tag}" if COMMIT.fullmatch(tag) else f"etag:{tag}"
@@ -179,4 +208,9 @@ def _digest_of(reply: Reply) -> str:
 def _info(held: repository.Repository, file: HubFile) -> dict[str, Any]:
     kind, _, digest = file.fingerprint.partition(":")
     name = repository.url_of(held.name, held.commit, file.path)
-    return {"name": name, "type": "file", "size": file.size, "sha256" if kind == "sha256" else "blob_id": digest}
+    return {
+        "name": name,
+        "type": "file",
+        "size": file.size,
+        "sha256" if kind == "sha256" else "blob_id": digest,
+    }

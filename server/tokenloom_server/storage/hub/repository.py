@@ -89,7 +89,9 @@ class OnlineRepository(Repository):
             return self._listed[folder, deep]
 
     def _list(self, folder: str, deep: bool) -> Sequence[HubFile]:
-        path = f"api/datasets/{self.name}/tree/{self.commit}" + (f"/{quote(folder, safe='')}" if folder else "")
+        path = f"api/datasets/{self.name}/tree/{self.commit}" + (
+            f"/{quote(folder, safe='')}" if folder else ""
+        )
         query: dict[str, str] | None = {"recursive": str(deep), "expand": "False"}
         files: list[HubFile] = []
         while query is not None:
@@ -106,7 +108,9 @@ class OnlineRepository(Repository):
         return sorted(files, key=lambda file: file.path)
 
     def _uncached(self, path: str) -> bytes | None:
-        address = f"{self._client.endpoint}/datasets/{self.name}/resolve/{self.commit}/{quote(path)}"
+        address = (
+            f"{self._client.endpoint}/datasets/{self.name}/resolve/{self.commit}/{quote(path)}"
+        )
 
         def read() -> bytes:
             with self._client.ask("GET", address) as reply:
@@ -130,7 +134,10 @@ class CachedRepository(Repository):
         self.commit = self._resolved(revision)
         tree = client.cached_tree(name, self.commit)
         if tree is None:
-            raise self._offline(f"is not known at commit {self.commit} by the cache {client.cache_dir!r}", self.commit)
+            raise self._offline(
+                f"is not known at commit {self.commit} by the cache {client.cache_dir!r}",
+                self.commit,
+            )
         self._files = sorted((self._known(file) for file in tree), key=lambda file: file.path)
 
     def _resolved(self, revision: str | None) -> str:
@@ -147,7 +154,9 @@ class CachedRepository(Repository):
         download = f"hf download {self.name}{path} --repo-type dataset" + (
             f" --revision {revision}" if revision else ""
         )
-        return HubRefused("offline", f"{missing}, and HF_HUB_OFFLINE is set; while online: {download}")
+        return HubRefused(
+            "offline", f"{missing}, and HF_HUB_OFFLINE is set; while online: {download}"
+        )
 
     def _known(self, file: Any) -> HubFile:
         """A ``RepoFile`` of the cache. The file itself is a link to one that is named by its digest."""
@@ -183,7 +192,11 @@ def find(repository: Repository, pattern: str) -> list[HubFile]:
         return [file for file in repository.below(folder, deep=False) if file.path == pattern]
     rest = pattern[len(folder) + 1 :] if folder else pattern
     matches = re.compile(glob_translate(pattern)).match
-    return [file for file in repository.below(folder, deep="/" in rest or "**" in rest) if matches(file.path)]
+    return [
+        file
+        for file in repository.below(folder, deep="/" in rest or "**" in rest)
+        if matches(file.path)
+    ]
 
 
 def _in_folder(files: Sequence[HubFile], folder: str, deep: bool) -> Sequence[HubFile]:
@@ -196,11 +209,16 @@ def _file(entry: dict[str, Any]) -> HubFile:
     """An entry of the tree API. Of files in large-file storage, ``oid`` is the pointer's. Raises ``ValueError``."""
     path, lfs = str(entry["path"]), entry.get("lfs")
     if any(part in ("", ".", "..") for part in path.split("/")):
-        raise ValueError(f"{path!r} leads out of the repository")  # and so would its place in the cache
+        raise ValueError(
+            f"{path!r} leads out of the repository"
+        )  # and so would its place in the cache
     if lfs:
         return HubFile(path, int(lfs["size"]), f"sha256:{lfs['oid']}")
     return HubFile(path, int(entry["size"]), f"blob:{entry['oid']}")
 
 
 def _no_hub(client: HubClient, what: str) -> HubRefused:
-    return HubRefused("other", f"cannot be looked up: {client.endpoint} answered with something that is not {what}")
+    return HubRefused(
+        "other",
+        f"cannot be looked up: {client.endpoint} answered with something that is not {what}",
+    )

@@ -73,7 +73,9 @@ class Source(_Part):
     shard: _Text = None
     window: _Count = None
     """In place of a shard, where rows are shuffled; the row counts within it."""
-    row: _Count = Field(None, validation_alias=AliasChoices("row_offset", "window_row", "epoch_rows"))
+    row: _Count = Field(
+        None, validation_alias=AliasChoices("row_offset", "window_row", "epoch_rows")
+    )
     """In the shard or window; where there is neither, of the rows in batches that the epoch gives."""
     token_in_row: _Count = Field(None, validation_alias="row_token_offset")
     samples: _Count = None
@@ -176,9 +178,14 @@ class Content(_Part):
     def left_samples(self) -> int:
         """Samples before the state that none of its sources gave, those of a forked run's parent alone; less those that
         have no sample index, since they were passed over."""
-        passed = [listed(skip) for skip in listed(_mapping(self.document.get("resume_state")).get("skips"))]
+        passed = [
+            listed(skip)
+            for skip in listed(_mapping(self.document.get("resume_state")).get("skips"))
+        ]
         left = (self.forked or {}).get("left_samples")
-        return (_integer(left) or 0) - sum(_count_or_zero(skip[1]) for skip in passed if len(skip) == 3)
+        return (_integer(left) or 0) - sum(
+            _count_or_zero(skip[1]) for skip in passed if len(skip) == 3
+        )
 
 
 class _WrittenNode(_Part):
@@ -220,13 +227,18 @@ def read(
     document = state.document
     is_snapshot = "format" in document or state.damage is not None
     nested = is_nested(document)
-    resume = as_resume_state(document, mixture) if nested else _mapping(document.get("resume_state"))
+    resume = (
+        as_resume_state(document, mixture) if nested else _mapping(document.get("resume_state"))
+    )
     entries = [entry for entry in listed(resume.get("datasets")) if isinstance(entry, dict)]
     kind = SNAPSHOT if is_snapshot else NESTED if nested else OLDER if entries else INDEX
     if factory is not None and kind != INDEX:
         resume = {**resume, "nodes": _weighed(document, kind, factory)}
     clock_offset = resume["clock_offset"] if type(resume.get("clock_offset")) is int else 0
-    index, tokens = _count(resume.get("sample_index")), (_count(resume.get("total_tokens")) or 0) - clock_offset
+    index, tokens = (
+        _count(resume.get("sample_index")),
+        (_count(resume.get("total_tokens")) or 0) - clock_offset,
+    )
     counts = _mapping(document.get("counts")) if at_index else {}
     sources = _sources(entries, counts, mixture, base_dir)
     written, mixture_from = _written_nodes(resume, mixture)
@@ -262,35 +274,54 @@ def _revisions(resume: Mapping[str, Any]) -> list[int]:
     """The sample indices of a state's revisions but for those that only skip."""
     changes = [_mapping(revision) for revision in listed(resume.get("revisions"))]
     changes = [revision for revision in changes if "skips" not in _mapping(revision.get("content"))]
-    return [index for revision in changes if (index := _count(revision.get("sample_index"))) is not None]
+    return [
+        index for revision in changes if (index := _count(revision.get("sample_index"))) is not None
+    ]
 
 
 def _sources(
-    entries: Sequence[Mapping[str, Any]], counts: Mapping[str, Any], mixture: RunConfig | None, base_dir: Path
+    entries: Sequence[Mapping[str, Any]],
+    counts: Mapping[str, Any],
+    mixture: RunConfig | None,
+    base_dir: Path,
 ) -> tuple[Source, ...]:
     # A snapshot does not write where a source stands at its beginning; a field of another tool is no share.
     sources = [
-        Source.model_validate({"epoch": 0 if "id" in entry else None, **entry, "share": None}) for entry in entries
+        Source.model_validate({"epoch": 0 if "id" in entry else None, **entry, "share": None})
+        for entry in entries
     ]
     known = {each.source: each for each in mixture.sources} if mixture is not None else {}
     total = sum(source.tokens or 0 for source in sources if not source.unknown)
     named = []
     for source in sources:
-        share = source.tokens / total if source.tokens is not None and total and not source.unknown else None
+        share = (
+            source.tokens / total
+            if source.tokens is not None and total and not source.unknown
+            else None
+        )
         update: dict[str, Any] = {"share": share}
         if counts:
             there = _mapping(counts.get(source.spec))
             update["node_samples"] = _count_or_zero(there.get("samples")) + source.skipped_samples
         elif source.samples is None and mixture is not None:
             update["node_samples"] = (source.tokens or 0) // mixture.sequence_length
-        spec = foreign_payload.normalised(source.spec, mixture, base_dir) if mixture is not None else source.spec
+        spec = (
+            foreign_payload.normalised(source.spec, mixture, base_dir)
+            if mixture is not None
+            else source.spec
+        )
         if (config := known.get(spec)) is not None:
-            update |= {"id": config.id if source.id is None else source.id, "alias": source.alias or config.alias}
+            update |= {
+                "id": config.id if source.id is None else source.id,
+                "alias": source.alias or config.alias,
+            }
         named.append(source.model_copy(update=update))
     return tuple(named)
 
 
-def _written_nodes(resume: Mapping[str, Any], mixture: RunConfig | None) -> tuple[_Nodes, str | None]:
+def _written_nodes(
+    resume: Mapping[str, Any], mixture: RunConfig | None
+) -> tuple[_Nodes, str | None]:
     """The nodes of the mixture, and what says them."""
     nodes: _Nodes = {}
     for written in listed(resume.get("mixture")):
@@ -305,21 +336,36 @@ def _written_nodes(resume: Mapping[str, Any], mixture: RunConfig | None) -> tupl
 
 
 def _written(node: NodeConfig) -> _WrittenNode:
-    children = [[2 * child.id + isinstance(child, NodeConfig), child.weight, child.presence] for child in node.children]
+    children = [
+        [2 * child.id + isinstance(child, NodeConfig), child.weight, child.presence]
+        for child in node.children
+    ]
     return _WrittenNode(
-        id=node.id, policy=node.policy, alias=node.alias, interpolate=node.interpolate, children=children
+        id=node.id,
+        policy=node.policy,
+        alias=node.alias,
+        interpolate=node.interpolate,
+        children=children,
     )
 
 
 def _given(sources: Sequence[Source], written: _Nodes, length: int | None) -> _Given:
     """What each child of the mixture gave, where the sources say it."""
-    numbers = {number: [_count(child[0]) or 0 for child in node.children] for number, node in written.items()}
+    numbers = {
+        number: [_count(child[0]) or 0 for child in node.children]
+        for number, node in written.items()
+    }
     samples = {own: 0 for below in numbers.values() for own in below}
     samples |= {2 * own.id: own.node_samples or 0 for own in sources if own.id is not None}
     # Once for each level: a node may hold one with a lower id.
     for _ in range(min(len(written), _MOST_LEVELS)):
-        samples |= {2 * node + 1: sum(samples[own] for own in below) for node, below in numbers.items()}
-    return {own: {"samples": gave, "tokens": gave * length if length else None} for own, gave in samples.items()}
+        samples |= {
+            2 * node + 1: sum(samples[own] for own in below) for node, below in numbers.items()
+        }
+    return {
+        own: {"samples": gave, "tokens": gave * length if length else None}
+        for own, gave in samples.items()
+    }
 
 
 def _nodes(
@@ -370,7 +416,9 @@ def _child(
         name = written[own].name if own in written else _unnamed(own)
     elif own is not None:
         name = names.get(own, f"source {own}")
-    fields = dict(zip(_WRITTEN, entry[1:], strict=False)) | dict(zip(_COUNTERS, listed(counted), strict=False))
+    fields = dict(zip(_WRITTEN, entry[1:], strict=False)) | dict(
+        zip(_COUNTERS, listed(counted), strict=False)
+    )
     fields |= given.get(number, {})
     return Child.model_validate({**fields, "is_node": bool(is_node), "id": own, "name": name})
 
@@ -392,4 +440,6 @@ def _weighed(document: Mapping[str, Any], kind: str, factory: PipelineFactory) -
     mixer = mixer_at(factory.config, state, factory.record.size_estimates)
     balances = [*map(factory.config.balanced, state.sources)]
     nodes = mixer.states(mixer.mix_weights, [0] * len(balances), balances)
-    return [[[getattr(child, field) for field in _COUNTERS] for child in children] for children in nodes]
+    return [
+        [[getattr(child, field) for field in _COUNTERS] for child in children] for children in nodes
+    ]

@@ -49,7 +49,9 @@ def difference(a: Content, b: Content) -> Difference:
         samples=_minus(b.sample_index, a.sample_index),
         tokens=_minus(b.total_tokens, a.total_tokens),
         counted=(a.counted_at, b.counted_at),
-        sources=tuple(_of_source(before.get(spec), after.get(spec)) for spec in {**before, **after}),
+        sources=tuple(
+            _of_source(before.get(spec), after.get(spec)) for spec in {**before, **after}
+        ),
         mixture=tuple(_mixture(a, b)),
     )
 
@@ -58,7 +60,9 @@ def _relation(a: Content, b: Content) -> str:
     if a.run_uid is None or b.run_uid is None:
         return "not known: only snapshots of a run that was joined name the run"
     if a.run_uid == b.run_uid:
-        generations = f"generation {a.generation}" + ("" if a.generation == b.generation else f" and {b.generation}")
+        generations = f"generation {a.generation}" + (
+            "" if a.generation == b.generation else f" and {b.generation}"
+        )
         return f"the same, {b.run} ({b.run_uid}), {generations}"
     return f"two runs: {a.run} ({a.run_uid}) and {b.run} ({b.run_uid})"
 
@@ -119,7 +123,9 @@ def _mixture(a: Content, b: Content) -> list[str]:
         if a.config_digest is None or b.config_digest is None:
             return ["not known: not both checkpoints say it"]
         if a.config_digest != b.config_digest:
-            return ["changed: the config digests differ (not both checkpoints carry it, so how is not known)"]
+            return [
+                "changed: the config digests differ (not both checkpoints carry it, so how is not known)"
+            ]
         return []
     changes = []
     old, new = _members(a), _members(b)
@@ -127,7 +133,9 @@ def _mixture(a: Content, b: Content) -> list[str]:
         if key in old and key in new:
             (_, before), (name, after) = old[key], new[key]
             changes += [
-                f"{name}: {field} {before[field]} → {after[field]}" for field in after if before[field] != after[field]
+                f"{name}: {field} {before[field]} → {after[field]}"
+                for field in after
+                if before[field] != after[field]
             ]
         elif len(key) == 1 or (key[0],) in old.keys() & new.keys():
             # The children of a node that is new or gone are so, too.

@@ -8,12 +8,29 @@ from typing import Any
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION
 
 from tokenloom_server.core.state import MAX_COUNTER, ORDER_VERSION
-from tokenloom_server.tools.checkpoint.content import INDEX, NESTED, OLDER, SNAPSHOT, Child, Content, Node, Source
+from tokenloom_server.tools.checkpoint.content import (
+    INDEX,
+    NESTED,
+    OLDER,
+    SNAPSHOT,
+    Child,
+    Content,
+    Node,
+    Source,
+)
 from tokenloom_server.tools.checkpoint.probabilities import points, policy_of
 
 _NEEDED = ("run", "stream", "sample_index", "digest", "total_tokens")
 _NEEDED_WITH_STATE = (
-    *("run_uid", "generation", "seed", "order_version", "config_digest", "manifest_digest", "tokenizer"),
+    *(
+        "run_uid",
+        "generation",
+        "seed",
+        "order_version",
+        "config_digest",
+        "manifest_digest",
+        "tokenizer",
+    ),
     *("counts", "real_tokens"),
 )
 
@@ -21,7 +38,9 @@ _NEEDED_WITH_STATE = (
 def faults(content: Content) -> list[str]:
     """All that is missing or suspicious."""
     if content.kind == INDEX:
-        return ["resume_state: is missing: a restore can only skip so many samples from the beginning of the order"]
+        return [
+            "resume_state: is missing: a restore can only skip so many samples from the beginning of the order"
+        ]
     if content.kind == NESTED:
         return list(_of_nested(content))
     return [*_of_document(content), *_of_sources(content), *_of_sums(content), *_of_nodes(content)]
@@ -33,7 +52,11 @@ def _of_nested(content: Content) -> Iterator[str]:
     if "examples_per_dataset" not in content.document:
         yield "examples_per_dataset: missing: its loader would count from 0 again; here it follows from child_states"
     for node in content.nodes:
-        yield from (f"{node.name}: nothing counts what {own.name} gave" for own in node.children if own.samples is None)
+        yield from (
+            f"{node.name}: nothing counts what {own.name} gave"
+            for own in node.children
+            if own.samples is None
+        )
     samples = sum(child.samples or 0 for node in content.nodes[:1] for child in node.children)
     if not content.nodes:
         yield "child_states: found no list of them; expected one, of what each dataset says"
@@ -60,7 +83,9 @@ def _of_document(content: Content) -> Iterator[str]:
     missing = [field for field in needed if document.get(field) is None]
     if missing:
         yield f"{', '.join(missing)}: missing"
-    if resume is not None and not (isinstance(resume, Mapping) and isinstance(resume.get("datasets"), list)):
+    if resume is not None and not (
+        isinstance(resume, Mapping) and isinstance(resume.get("datasets"), list)
+    ):
         yield "resume_state.datasets: expected a list of sources; there is none"
     if resume is None and document.get("sample_index"):
         yield f"resume_state: is missing, though sample_index is {document['sample_index']}"
@@ -85,8 +110,12 @@ def _of_sources(content: Content) -> Iterator[str]:
         for field in fields:
             value = entry.get(field)
             if value is None:
-                yield f"{where}: {field}: missing" + (", which counts as 0" if field == "token_offset" else "")
-            elif field not in ("spec", "shard") and (type(value) is not int or not 0 <= value <= MAX_COUNTER):
+                yield f"{where}: {field}: missing" + (
+                    ", which counts as 0" if field == "token_offset" else ""
+                )
+            elif field not in ("spec", "shard") and (
+                type(value) is not int or not 0 <= value <= MAX_COUNTER
+            ):
                 yield f"{where}: {field}: found {value!r}, expected an integer from 0 to 2^53 − 1"
         if source.samples and not _place_fields(content, entry):
             yield f"{where}: nothing says where it stands, though {source.samples} samples were taken"
@@ -105,7 +134,11 @@ def _place_fields(content: Content, entry: Mapping[str, Any]) -> tuple[str, ...]
     """What an entry needs to say where its source stands; at its beginning a snapshot says nothing."""
     if content.kind == OLDER:
         return ("row_offset",)
-    for fields in (("shard", "shard_index", "row_offset"), ("window", "window_row"), ("epoch_rows",)):
+    for fields in (
+        ("shard", "shard_index", "row_offset"),
+        ("window", "window_row"),
+        ("epoch_rows",),
+    ):
         if any(field in entry for field in fields):
             return ("epoch", *fields)
     return ()
@@ -120,7 +153,10 @@ def _of_sums(content: Content) -> Iterator[str]:
     if samples != content.counted_at - left:
         total = samples + left
         yield f"resume_state.sample_index: found {content.counted_at}, but the sources' samples add up to {total}"
-    tokens, total = sum(source.tokens or 0 for source in known), content.document["resume_state"].get("total_tokens")
+    tokens, total = (
+        sum(source.tokens or 0 for source in known),
+        content.document["resume_state"].get("total_tokens"),
+    )
     if tokens + content.clock_offset != total and not left:
         clock = f", and clock_offset is {content.clock_offset}" if content.clock_offset else ""
         yield f"resume_state.total_tokens: found {total}, but the sources' tokens add up to {tokens}{clock}"
@@ -163,14 +199,20 @@ def _of_node(content: Content, node: Node) -> Iterator[str]:
     where = f"resume_state.nodes.{node.id} ({node.name})"
     by_id = {other.id: other for other in content.nodes}
     sources = {source.id: source for source in content.sources if source.id is not None}
-    missing = [child.name for child in node.children if child.samples is None or child.tokens is None]
+    missing = [
+        child.name for child in node.children if child.samples is None or child.tokens is None
+    ]
     if missing:
         yield f"{where}: counters are missing for {', '.join(missing)}"
         return
     if _lacks_weights(content, node):
         yield f"{where}: the weights in force are missing; they would be made anew from the counters"
     issued = sum(child.samples or 0 for child in node.children)
-    if node.id == 0 and content.counted_at is not None and issued != content.counted_at - content.left_samples:
+    if (
+        node.id == 0
+        and content.counted_at is not None
+        and issued != content.counted_at - content.left_samples
+    ):
         yield f"{where}: its children have {issued} samples, but resume_state.sample_index is {content.counted_at}"
     for child in node.children:
         if child.id is not None:
@@ -203,4 +245,8 @@ def _of_own(there: Node | Source | Child | None) -> tuple[int, int] | None:
 def _entries(content: Content) -> list[Mapping[str, Any]]:
     resume = content.document.get("resume_state")
     datasets = resume.get("datasets") if isinstance(resume, Mapping) else None
-    return [entry for entry in datasets if isinstance(entry, dict)] if isinstance(datasets, list) else []
+    return (
+        [entry for entry in datasets if isinstance(entry, dict)]
+        if isinstance(datasets, list)
+        else []
+    )

@@ -63,8 +63,12 @@ def find(path: Path, inside: str | None = None) -> DataState:
     if len(states) == 1:
         return states[0]
     if states:
-        places = ", ".join(f"{state.where!r} (sample {state.document.get('sample_index')})" for state in states[:8])
-        raise SnapshotInvalid(f"{path}: holds {len(states)} different states of data, at {places}; name one: --inside")
+        places = ", ".join(
+            f"{state.where!r} (sample {state.document.get('sample_index')})" for state in states[:8]
+        )
+        raise SnapshotInvalid(
+            f"{path}: holds {len(states)} different states of data, at {places}; name one: --inside"
+        )
     raise SnapshotInvalid(
         f"{path}: holds no state of data{f' at {inside!r}' if inside is not None else ''}; expected what "
         f"RemoteDataset.state_dict() gives (under the key {KEY!r}), a sealed snapshot, or an older data loader's "
@@ -105,11 +109,17 @@ def _of_text(path: Path) -> Iterator[DataState]:
 
 def _of_torch(path: Path) -> Iterator[DataState]:
     with zipfile.ZipFile(path) as archive:
-        structures = [entry for entry in archive.infolist() if entry.filename.rpartition("/")[2] == "data.pkl"]
+        structures = [
+            entry for entry in archive.infolist() if entry.filename.rpartition("/")[2] == "data.pkl"
+        ]
         if not structures:
-            raise SnapshotInvalid(f"{path}: is a zip archive, but none that torch.save wrote (it has no data.pkl)")
+            raise SnapshotInvalid(
+                f"{path}: is a zip archive, but none that torch.save wrote (it has no data.pkl)"
+            )
         if structures[0].file_size > _MOST_STRUCTURE:
-            raise SnapshotInvalid(f"{path}: its data.pkl has {structures[0].file_size} bytes, too many to be searched")
+            raise SnapshotInvalid(
+                f"{path}: its data.pkl has {structures[0].file_size} bytes, too many to be searched"
+            )
         snapshots = list(_sealed(archive.read(structures[0]), "data.pkl"))
     if len(list(_distinct(iter(snapshots)))) == 1:
         yield from snapshots
@@ -128,10 +138,16 @@ def _of_folder(path: Path) -> Iterator[DataState]:
     would read, or with files of any of the other kinds."""
     parts = sorted(path.glob("*.distcp"))
     absent = [f"{part} {fault}" for part in parts if (fault := pointers.fault_at(part))]
-    states, refused = [state for part in parts if part.exists() for state in _sealed_in(part)], list[str]()
+    states, refused = (
+        [state for part in parts if part.exists() for state in _sealed_in(part)],
+        list[str](),
+    )
     for file in sorted(entry for entry in path.iterdir() if entry.suffix in _STATE_FILES):
         try:
-            states += [replace(state, where=f"{file.name}:{state.where}".rstrip(":")) for state in _states(file)]
+            states += [
+                replace(state, where=f"{file.name}:{state.where}".rstrip(":"))
+                for state in _states(file)
+            ]
         except SnapshotInvalid as error:
             refused.append(f"; {error}")
     # A bare sample_index counts where there is nothing else, of all files, too.
@@ -170,9 +186,15 @@ def _unpickled(path: Path, *, mapped: bool) -> Iterator[DataState]:
     require_safe_torch(torch.__version__)
     try:
         document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # whatever is wrong with the file: torch has no error of its own for it
+    except (
+        Exception
+    ) as error:  # whatever is wrong with the file: torch has no error of its own for it
         named = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it holds {named[1]}" if named else f"{type(error).__name__}: {str(error).strip()[:200]}"
+        reason = (
+            f"it holds {named[1]}"
+            if named
+            else f"{type(error).__name__}: {str(error).strip()[:200]}"
+        )
         raise SnapshotInvalid(
             f"{path}: torch does not load it without running code of it ({reason}). If you trust the file, load it "
             "yourself and save the state of the data alone as JSON, then show that"
@@ -233,7 +255,9 @@ def _of_snapshot(where: str, text: str) -> DataState:
         raise SnapshotInvalid(f"at {where or 'its beginning'!r}: {damage}")
     if CHECKSUM not in document and "format" not in document:
         return DataState(where, document)
-    return DataState(where, {key: value for key, value in document.items() if key != CHECKSUM}, damage)
+    return DataState(
+        where, {key: value for key, value in document.items() if key != CHECKSUM}, damage
+    )
 
 
 def _sealed_in(path: Path) -> list[DataState]:
@@ -264,7 +288,9 @@ def _distinct(states: Iterator[DataState]) -> Iterator[DataState]:
         try:
             text = canonical(state.document)
         except (TypeError, ValueError) as error:
-            raise SnapshotInvalid(f"at {state.where!r}: expected plain JSON values, but {error}") from None
+            raise SnapshotInvalid(
+                f"at {state.where!r}: expected plain JSON values, but {error}"
+            ) from None
         if text not in seen:
             seen.add(text)
             yield state

@@ -40,7 +40,12 @@ def chances(content: Content, node: Node) -> list[Chance]:
 def owed_samples(content: Content, node: Node, child: Child) -> float | None:
     """What a child is owed (below 0: had in advance) in samples; None where the policy keeps no credits."""
     policy = policy_of(node)
-    if child.credit is None or content.sequence_length is None or policy is None or policy.credit == "turns":
+    if (
+        child.credit is None
+        or content.sequence_length is None
+        or policy is None
+        or policy.credit == "turns"
+    ):
         return None
     weights = [other.weight or 0 for other in node.children]
     if not any(weights):
@@ -63,11 +68,21 @@ def missing(content: Content, node: Node, *, counted: bool = True) -> list[str]:
     for child in node.children:
         known = points(child.configured)
         plain = known is not None and len(known) == 1 and known[0][1] > 0
-        if policy.takes != "nothing" and (known is None or (policy.takes == "numbers" and not plain)):
-            lacks.append(f"{child.name}: weight: found {child.configured!r}; --mixture FILE says it")
+        if policy.takes != "nothing" and (
+            known is None or (policy.takes == "numbers" and not plain)
+        ):
+            lacks.append(
+                f"{child.name}: weight: found {child.configured!r}; --mixture FILE says it"
+            )
         if policy.takes == "points" and counted and not plain and content.total_tokens is None:
-            lacks.append(f"{child.name}: its weight follows total_tokens; write that into the checkpoint's copy")
-        if policy.estimates and not _is_out(child, counted=counted) and (child.samples is None or not child.total):
+            lacks.append(
+                f"{child.name}: its weight follows total_tokens; write that into the checkpoint's copy"
+            )
+        if (
+            policy.estimates
+            and not _is_out(child, counted=counted)
+            and (child.samples is None or not child.total)
+        ):
             lacks.append(
                 f"{child.name}: samples: found {child.samples} of {child.total} in all; examples_per_dataset in the "
                 "checkpoint's copy says the one, and --mixture FILE the other, where its data are"
@@ -92,14 +107,20 @@ def _weights(content: Content, node: Node, *, counted: bool) -> Sequence[int] | 
         node_id=node.id,
         seed=0,
         pick_tokens=1,
-        weights=integer_weights([own[0][1] if policy.takes == "numbers" else 1.0 for own in curves]),
+        weights=integer_weights(
+            [own[0][1] if policy.takes == "numbers" else 1.0 for own in curves]
+        ),
         child_ids=tuple(range(size)),
         points=tuple(curves),
         linear=node.interpolate == "linear",
     )
     picks = [(child.samples or 0) if counted else 0 for child in node.children]
-    chooser = policy.chooser(NodeStart(shape, Children(picks, [0] * size, out, [0] * size), [ChildState()] * size))
-    chooser.update([child.total or 0 for child in node.children], (content.total_tokens or 0) if counted else 0)
+    chooser = policy.chooser(
+        NodeStart(shape, Children(picks, [0] * size, out, [0] * size), [ChildState()] * size)
+    )
+    chooser.update(
+        [child.total or 0 for child in node.children], (content.total_tokens or 0) if counted else 0
+    )
     return chooser.weights()
 
 
@@ -111,7 +132,9 @@ def points(weight: Any) -> list[tuple[int, float]] | None:
     except (TypeError, ValueError, OverflowError):
         return None
     ascending = all(before[0] < after[0] for before, after in pairwise(points))
-    return points if points and ascending and all(0 <= own < math.inf for _, own in points) else None
+    return (
+        points if points and ascending and all(0 <= own < math.inf for _, own in points) else None
+    )
 
 
 def _shares(weights: Sequence[float] | None, count: int) -> Sequence[float | None]:

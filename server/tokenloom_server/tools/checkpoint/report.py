@@ -38,9 +38,19 @@ def show(content: Content, out: Console) -> None:
         out.print(_sources(content))
     if content.counts:
         fields = ("samples", "tokens", "real_tokens")
-        counts = [(spec, *(_shown(own.get(field)) for field in fields)) for spec, own in content.counts.items()]
+        counts = [
+            (spec, *(_shown(own.get(field)) for field in fields))
+            for spec, own in content.counts.items()
+        ]
         title = f"what each source gave up to sample {_shown(content.sample_index)}"
-        out.print(table(("source", "samples", "tokens", "real tokens"), counts, left=("source",), title=title))
+        out.print(
+            table(
+                ("source", "samples", "tokens", "real tokens"),
+                counts,
+                left=("source",),
+                title=title,
+            )
+        )
     if content.nodes:
         out.print(_tree(content))
     suspicious = faults(content)
@@ -52,8 +62,9 @@ def show(content: Content, out: Console) -> None:
 
 def _heading(content: Content) -> Iterator[str]:
     inside = f" ({content.where})" if content.where else ""
-    yield f"{content.file}{inside}: {'an' if content.kind == 'older payload' else 'a'} {content.kind}" + (
-        " alone" if content.kind == INDEX else ""
+    yield (
+        f"{content.file}{inside}: {'an' if content.kind == 'older payload' else 'a'} {content.kind}"
+        + (" alone" if content.kind == INDEX else "")
     )
     if content.run is not None:
         uid = content.run_uid or "none: it was saved before the run was joined"
@@ -82,12 +93,25 @@ def _sources(content: Content) -> Table:
     rows = []
     for source in content.sources:
         share = "not in the mixture" if source.unknown else _shown(source.share, ".2%")
-        skipped = [f"{source.skipped_samples:,} samples, {source.skipped_tokens:,} tokens"] if skips else []
+        skipped = (
+            [f"{source.skipped_samples:,} samples, {source.skipped_tokens:,} tokens"]
+            if skips
+            else []
+        )
         counts = map(_shown, (source.samples, source.rows, source.tokens))
         rows.append((_shown(source.id), source.name, place(source), *counts, share, *skipped))
     index = content.counted_at
     stands = "stands at" if index in (None, content.sample_index) else f"stood at sample {index:,}"
-    headings = ["id", "source", stands, "samples", "rows", "tokens", "share", *(["skipped"] if skips else [])]
+    headings = [
+        "id",
+        "source",
+        stands,
+        "samples",
+        "rows",
+        "tokens",
+        "share",
+        *(["skipped"] if skips else []),
+    ]
     return table(headings, rows, left=("source", stands))
 
 
@@ -108,7 +132,9 @@ def _tree(content: Content) -> Tree:
             else:
                 add(tree.add(f"{line}; {below.policy or '?'}:"), below)
 
-    trees = [(node, Tree(f"{node.name}: {node.policy or 'its policy is not known'}")) for node in top]
+    trees = [
+        (node, Tree(f"{node.name}: {node.policy or 'its policy is not known'}")) for node in top
+    ]
     for node, tree in trees:
         add(tree, node)
     if len(trees) == 1:
@@ -148,7 +174,12 @@ def probabilities(content: Content) -> list[dict[str, Any]]:
             "counted_at": content.counted_at,
             "missing": [f"{node.name}: {lack}" for lack in missing(content, node)],
             "children": [
-                {"name": child.name, "samples": child.samples, "total": child.total, **asdict(chance)}
+                {
+                    "name": child.name,
+                    "samples": child.samples,
+                    "total": child.total,
+                    **asdict(chance),
+                }
                 for child, chance in zip(node.children, chances(content, node), strict=True)
             ],
         }

@@ -12,7 +12,9 @@ import numpy.typing as npt
 from tokenloom_server.errors import ConfigError
 
 
-def seen_samples(state: Mapping[str, Any], folder: Path, arguments: Mapping[str, Any]) -> npt.NDArray[np.int8]:
+def seen_samples(
+    state: Mapping[str, Any], folder: Path, arguments: Mapping[str, Any]
+) -> npt.NDArray[np.int8]:
     """Of each sample 1 where it was read in the state's epoch, and 2 where it will not be, since the library drops it.
     ``state``: of a ``StreamingDataset`` alone or within that of its ``StreamingDataLoader``; ``arguments``: those of
     the job's, beside what the state says.
@@ -30,7 +32,9 @@ def seen_samples(state: Mapping[str, Any], folder: Path, arguments: Mapping[str,
             f"item_loader: TokensLoader reads blocks of {state['item_loader']['block_size']} ids, which begin and end "
             "within the rows that are read here, so that parts of rows are left: finish the epoch there"
         )
-    dataset: Any = StreamingDataset(str(folder), **{"shuffle": state["shuffle"], "seed": state["seed"], **arguments})
+    dataset: Any = StreamingDataset(
+        str(folder), **{"shuffle": state["shuffle"], "seed": state["seed"], **arguments}
+    )
     chunks = dataset.subsampled_files, [list(part) for part in dataset.region_of_interest]
     if chunks != (state["subsampled_files"], state["region_of_interest"]):
         raise ConfigError(
@@ -41,8 +45,15 @@ def seen_samples(state: Mapping[str, Any], folder: Path, arguments: Mapping[str,
     dataset.current_epoch = state["current_epoch"]
     dataset.cache = dataset._create_cache(worker_env=_WorkerEnv.detect())
     dataset.shuffler = dataset._create_shuffler(dataset.cache)
-    ranks, workers, batch = (state[f"initial_{name}"] for name in ("world_size", "num_workers", "batch_size"))
-    topology = _DistributedEnv(ranks, 0, state["initial_num_nodes"]), workers, batch, dataset.current_epoch
+    ranks, workers, batch = (
+        state[f"initial_{name}"] for name in ("world_size", "num_workers", "batch_size")
+    )
+    topology = (
+        _DistributedEnv(ranks, 0, state["initial_num_nodes"]),
+        workers,
+        batch,
+        dataset.current_epoch,
+    )
     _, intervals = dataset.shuffler.get_chunks_and_intervals_per_workers(*topology)
     shortest = min(sum(end - begin for _, begin, end, _ in own) for own in intervals)
     read = sample_in_epoch_from_state(state)

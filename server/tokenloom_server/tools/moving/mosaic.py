@@ -12,7 +12,9 @@ import numpy.typing as npt
 from tokenloom_server.errors import ConfigError
 
 
-def seen_samples(state: Mapping[str, Any], folder: Path, arguments: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
+def seen_samples(
+    state: Mapping[str, Any], folder: Path, arguments: Mapping[str, Any]
+) -> npt.NDArray[np.bool_]:
     """Of each sample, whether it was read in the state's epoch. ``arguments``: those of the job's ``StreamingDataset``,
     beside where its data are.
 
@@ -22,13 +24,20 @@ def seen_samples(state: Mapping[str, Any], folder: Path, arguments: Mapping[str,
     """
     from streaming.base import StreamingDataset
 
-    epoch, read, nodes = state["epoch"], state["sample_in_epoch"], state["initial_physical_nodes"] or 1
+    epoch, read, nodes = (
+        state["epoch"],
+        state["sample_in_epoch"],
+        state["initial_physical_nodes"] or 1,
+    )
     dataset: Any = StreamingDataset(**{"batch_size": 1, **arguments, "local": str(folder)})
     dataset.load_state_dict(dict(state))
     before = _work(dataset, nodes, epoch, 0)
     after = _work(dataset, nodes, epoch, read) if read < len(before) else before[:0]
     samples, (_, resampled) = int(dataset.num_samples), dataset.resample_streams(epoch)
-    if not np.array_equal(np.sort(resampled), np.arange(samples)) or len(np.unique(before)) != samples:
+    if (
+        not np.array_equal(np.sort(resampled), np.arange(samples))
+        or len(np.unique(before)) != samples
+    ):
         raise ConfigError(
             f"--argument: with these, an epoch is not each of the {samples} samples once (epoch_size, proportion, "
             "repeat, choose, or a batching_method that leaves some out), so its rest is no rest of the data: finish "
@@ -40,7 +49,9 @@ def seen_samples(state: Mapping[str, Any], folder: Path, arguments: Mapping[str,
             "library would read a part again: give a state that was saved between two batches"
         )
     # The library repeats samples to fill its last batch: one that was read may be in both.
-    return np.asarray(np.bincount(before, minlength=samples) > np.bincount(after, minlength=samples))
+    return np.asarray(
+        np.bincount(before, minlength=samples) > np.bincount(after, minlength=samples)
+    )
 
 
 def _work(dataset: Any, nodes: int, epoch: int, read: int) -> Any:

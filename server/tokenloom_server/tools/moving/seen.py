@@ -22,7 +22,9 @@ LIBRARIES = {
 }
 
 
-def write_seen(library: str, state: Path, spec: Spec, arguments: dict[str, Any], output: Path) -> str:
+def write_seen(
+    library: str, state: Path, spec: Spec, arguments: dict[str, Any], output: Path
+) -> str:
     """Writes the flags of the rows that were read, and gives the source for a mixture file. ``arguments``: of the job's
     dataset. Raises ``ConfigError``, also where the library refuses the state or is not here."""
     seen_samples, package = LIBRARIES[library]
@@ -39,11 +41,19 @@ def write_seen(library: str, state: Path, spec: Spec, arguments: dict[str, Any],
             f"pip install {package}"
         ) from None
     except KeyError as error:
-        raise ConfigError(f"{str(state)!r}: the state has no {error}; expected what {library} saves") from None
+        raise ConfigError(
+            f"{str(state)!r}: the state has no {error}; expected what {library} saves"
+        ) from None
     except (OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-        raise ConfigError(f"{library} does not resume from {str(state)!r}: {type(error).__name__}: {error}") from None
+        raise ConfigError(
+            f"{library} does not resume from {str(state)!r}: {type(error).__name__}: {error}"
+        ) from None
     left, read, dropped = (int(count) for count in np.bincount(flags, minlength=3))
-    drops = f"# {dropped:,} are in no batch of this epoch: {library} drops them itself\n" if dropped else ""
+    drops = (
+        f"# {dropped:,} are in no batch of this epoch: {library} drops them itself\n"
+        if dropped
+        else ""
+    )
     return (
         f"# {read:,} of {len(flags):,} samples of the epoch were read, and {left:,} are left\n{drops}"
         f"- source: {json.dumps(str(spec))}\n"

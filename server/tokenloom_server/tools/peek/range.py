@@ -25,7 +25,9 @@ _MOST_SAMPLES = 2**31 - 1
 class SampleRange:
     """The samples [``begin``, ``end``) of a run."""
 
-    def __init__(self, servers: Servers, begin: int, end: int | None, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, servers: Servers, begin: int, end: int | None, *, clock: Callable[[], float]
+    ) -> None:
         """``end``: None for where the ledger stands. Nothing is asked before the first sample is."""
         self._servers = servers
         self._clock = clock
@@ -55,12 +57,17 @@ class SampleRange:
                     reason = yield from self._from(DataLoaderStub(channel))
             except grpc.RpcError as error:
                 answered_at = self._clock() if self.index > before else answered_at
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or self._clock() - answered_at > SEARCH_S:
+                if (
+                    error.code() is not grpc.StatusCode.UNAVAILABLE
+                    or self._clock() - answered_at > SEARCH_S
+                ):
                     raise self._servers.failure(error) from None
                 time.sleep(_PAUSE_S)
                 continue
             if reason is not None and self.index == before:
-                raise BeyondHorizon(f"sample {self.index} does not exist: {reason}; ask for samples up to {self.index}")
+                raise BeyondHorizon(
+                    f"sample {self.index} does not exist: {reason}; ask for samples up to {self.index}"
+                )
 
     def _from(self, stub: DataLoaderStub) -> Generator[PeekedSample, None, str | None]:
         """The samples of one stream, and why the data ended there if they did."""

@@ -125,7 +125,10 @@ def _rows(
     nothing = np.empty(0, np.uint8)
     for number, (step, bucket) in enumerate(zip(batches.micro_steps, batches.buckets, strict=True)):
         batch = Batch(
-            bucket.name, tuple(Feature(column.name, column.dtype, tuple(column.shape)) for column in bucket.columns)
+            bucket.name,
+            tuple(
+                Feature(column.name, column.dtype, tuple(column.shape)) for column in bucket.columns
+            ),
         )
         source = sources[batches.source_ids[number * size]]
         for row in range(size):

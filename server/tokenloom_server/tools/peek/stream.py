@@ -31,24 +31,37 @@ class PeekStream:
         self._servers = servers
         resume = "" if index is None else str(index)
         request = wire.JoinRequest(
-            run=servers.run, peek=True, world_size=1, batch_size=1, resume=resume, release=own_release()
+            run=servers.run,
+            peek=True,
+            world_size=1,
+            batch_size=1,
+            resume=resume,
+            release=own_release(),
         )
-        self.joined: wire.JoinResponse = stub.Join(request, timeout=DEADLINE_S, metadata=servers.metadata)
+        self.joined: wire.JoinResponse = stub.Join(
+            request, timeout=DEADLINE_S, metadata=servers.metadata
+        )
         #: Samples in the ledger, as the newest message says.
         self.committed = 0
         #: Why the data ended; None while they have not.
         self.end: str | None = None
 
-    def samples(self, count: int, timeout_s: float | None = None) -> Generator[PeekedSample, None, None]:
+    def samples(
+        self, count: int, timeout_s: float | None = None
+    ) -> Generator[PeekedSample, None, None]:
         """At least ``count`` samples from the Join on, unless the data end. To be closed by whoever needs no more.
 
         Raises ``grpc.RpcError``.
         """
-        sources = {source.id: NamedSource(source.spec, source.alias) for source in self.joined.sources}
+        sources = {
+            source.id: NamedSource(source.spec, source.alias) for source in self.joined.sources
+        }
         closed = threading.Event()
         try:
             requests = self._requests(count, closed, timeout_s)
-            for response in self._stub.Stream(requests, timeout=timeout_s, metadata=self._servers.metadata):
+            for response in self._stub.Stream(
+                requests, timeout=timeout_s, metadata=self._servers.metadata
+            ):
                 self.committed = response.committed_through
                 if response.WhichOneof("kind") == "end_of_data":
                     self.end = response.end_of_data.reason
@@ -60,7 +73,9 @@ class PeekStream:
         finally:
             closed.set()
 
-    def _requests(self, count: int, closed: threading.Event, timeout_s: float | None) -> Iterator[wire.StreamRequest]:
+    def _requests(
+        self, count: int, closed: threading.Event, timeout_s: float | None
+    ) -> Iterator[wire.StreamRequest]:
         start, rows = self.joined.start_index, self.joined.global_batch_size
         # Of batches one more: the sample that was asked for may lie within the first.
         steps = count // rows + 2 if rows else count
@@ -112,9 +127,15 @@ def _peek(stub: DataLoaderStub, servers: Servers, index: int | None, count: int)
     stream = PeekStream(stub, servers, index)
     with closing(stream.samples(count, DEADLINE_S)) as following:
         # Of a batch of rows the first may lie before the index.
-        samples = list(islice((sample for sample in following if sample.index >= (index or 0)), count))
+        samples = list(
+            islice((sample for sample in following if sample.index >= (index or 0)), count)
+        )
     return PeekView(
-        run=servers.run, committed=stream.committed, samples=samples, end=stream.end, decode=_decoder(stub, servers)
+        run=servers.run,
+        committed=stream.committed,
+        samples=samples,
+        end=stream.end,
+        decode=_decoder(stub, servers),
     )
 
 

@@ -54,7 +54,9 @@ def compare(a: DigestSource, b: DigestSource) -> Verdict:
 def _differences(a: DigestSource, b: DigestSource) -> dict[str, tuple[Any, Any]]:
     """What decides about the order, is known of both, and is not the same."""
     known = [key for key in DECIDES if key in a.decides and key in b.decides]
-    differences = {key: (a.decides[key], b.decides[key]) for key in known if a.decides[key] != b.decides[key]}
+    differences = {
+        key: (a.decides[key], b.decides[key]) for key in known if a.decides[key] != b.decides[key]
+    }
     if a.revisions is not None and b.revisions is not None:
         end = min(a.end, b.end)
         both = [
@@ -90,7 +92,9 @@ def _search(a: DigestSource, b: DigestSource) -> tuple[int, int | None]:
     low, step = first, 1
     while low + step < end and same(low + step):
         low, step = low + step, step * 2
-    high = bisect_left(range(min(low + step, end)), True, low + 1, key=lambda index: not same(index))
+    high = bisect_left(
+        range(min(low + step, end)), True, low + 1, key=lambda index: not same(index)
+    )
     return high - 1, high
 
 
@@ -101,7 +105,12 @@ def _common(a: DigestSource, b: DigestSource) -> list[int]:
     return [
         index
         for index in some.indices
-        if index and (index in other.indices if other.indices is not None else other.first <= index <= other.end)
+        if index
+        and (
+            index in other.indices
+            if other.indices is not None
+            else other.first <= index <= other.end
+        )
     ]
 
 

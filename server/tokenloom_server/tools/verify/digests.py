@@ -14,7 +14,14 @@ from tokenloom_server.tools.checkpoint.file import find
 from tokenloom_server.tools.remote import Remote
 
 #: What decides about the order: a comparison names what differs.
-DECIDES = ("seed", "sequence_length", "order_version", "config_digest", "manifest_digest", "tokenizer")
+DECIDES = (
+    "seed",
+    "sequence_length",
+    "order_version",
+    "config_digest",
+    "manifest_digest",
+    "tokenizer",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +91,17 @@ def of_file(path: Path, inside: str | None = None) -> DigestSource:
     if state.damage is not None:
         raise SnapshotInvalid(f"{path}: {state.damage}")
     # Where both are at one index, the state knows what the snapshot does.
-    states: list[Mapping[str, Any]] = [own for own in (document, document.get("resume_state")) if own]
+    states: list[Mapping[str, Any]] = [
+        own for own in (document, document.get("resume_state")) if own
+    ]
     if not is_snapshot:
         states = [{"sample_index": 0, "digest": digest_hex(0), "total_tokens": 0}]
     for key, kind in (("sample_index", int), ("digest", str), ("total_tokens", int)):
         for own in states:
             if type(own.get(key)) is not kind:
-                raise SnapshotInvalid(f"{path}: {key} is {own.get(key)!r}, expected {kind.__name__}")
+                raise SnapshotInvalid(
+                    f"{path}: {key} is {own.get(key)!r}, expected {kind.__name__}"
+                )
     points = {own["sample_index"]: _point(own) for own in states}
     return DigestSource(
         name=str(path) if is_snapshot else f"{path} (of another data loader, without a digest)",

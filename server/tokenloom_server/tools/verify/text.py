@@ -19,14 +19,22 @@ PROVES = (
 
 def explain(verdict: Verdict, a: DigestSource, b: DigestSource) -> list[str]:
     """A verdict in words, line by line."""
-    lines = [f"{letter}: {_described(run, end)}" for letter, run, end in zip("AB", (a, b), verdict.ends, strict=True)]
+    lines = [
+        f"{letter}: {_described(run, end)}"
+        for letter, run, end in zip("AB", (a, b), verdict.ends, strict=True)
+    ]
     lines += [
-        f"{key}: A has {_short(value)}, B has {_short(other)}" for key, (value, other) in verdict.differences.items()
+        f"{key}: A has {_short(value)}, B has {_short(other)}"
+        for key, (value, other) in verdict.differences.items()
     ]
     same, tokens, end = verdict.same_samples, verdict.same_tokens, min(verdict.ends)
     through = f"the same through sample index {same:,} ({tokens:,} tokens)"
     if verdict.outcome == "same":
-        longer = "" if len(set(verdict.ends)) == 1 else f", which is all of {'AB'[verdict.ends.index(end)]}"
+        longer = (
+            ""
+            if len(set(verdict.ends)) == 1
+            else f", which is all of {'AB'[verdict.ends.index(end)]}"
+        )
         lines.append(f"{through}{longer}")
     elif verdict.outcome == "unknown":
         proven = through if same else "nothing is proven"
@@ -55,7 +63,9 @@ def document(verdict: Verdict, a: DigestSource, b: DigestSource) -> dict[str, An
         "outcome": verdict.outcome,
         "same_samples": verdict.same_samples,
         "same_tokens": verdict.same_tokens,
-        "first_differing_sample": verdict.same_samples if verdict.differ_before == verdict.same_samples + 1 else None,
+        "first_differing_sample": verdict.same_samples
+        if verdict.differ_before == verdict.same_samples + 1
+        else None,
         "differ_before": verdict.differ_before,
         "differences": {key: list(values) for key, values in verdict.differences.items()},
         "sides": [

@@ -29,9 +29,16 @@ class Needs:
 
     def options(self, excluded: Collection[str] = ()) -> dict[str, Any]:
         """As the options of a remote function of Ray's, for nodes but those with the ids that are ``excluded``."""
-        labels = {"label_selector": {"ray.io/node-id": f"!in({','.join(excluded)})"}} if excluded else {}
+        labels = (
+            {"label_selector": {"ray.io/node-id": f"!in({','.join(excluded)})"}} if excluded else {}
+        )
         memory = self.memory_mb * 1_000_000 or None
-        return {"num_cpus": self.cpus, "memory": memory, "resources": dict(self.resources), **labels}
+        return {
+            "num_cpus": self.cpus,
+            "memory": memory,
+            "resources": dict(self.resources),
+            **labels,
+        }
 
     def fit(self, node: Node) -> bool:
         """Whether a node that has nothing else to do has room for a task."""
@@ -59,7 +66,12 @@ class Node:
 
 @contextmanager
 def connect(
-    address: str, needs: Needs, *, option: str, cpus: int | None = None, object_store_bytes: int | None = None
+    address: str,
+    needs: Needs,
+    *,
+    option: str,
+    cpus: int | None = None,
+    object_store_bytes: int | None = None,
 ) -> Iterator[tuple[Node, ...]]:
     """Until the end of the block, this process is a driver of the cluster at ``auto``, ``HOST:PORT`` or
     ``ray://HOST:PORT``, or of one of its own with ``local``; gives the nodes that have room for one of the tasks.
@@ -73,7 +85,9 @@ def connect(
     try:
         import ray
     except ImportError:
-        raise ConfigError(f"{option} {address}: Ray is not installed here: pip install 'tokenloom[ray]'") from None
+        raise ConfigError(
+            f"{option} {address}: Ray is not installed here: pip install 'tokenloom[ray]'"
+        ) from None
     # What Ray would tell on the terminal, which is the command's own.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -93,7 +107,9 @@ def nodes() -> tuple[Node, ...]:
     import ray
 
     present = [node for node in ray.nodes() if node["Alive"]]
-    return tuple(Node(node["NodeID"], node["NodeManagerHostname"], node["Resources"]) for node in present)
+    return tuple(
+        Node(node["NodeID"], node["NodeManagerHostname"], node["Resources"]) for node in present
+    )
 
 
 def is_node() -> bool:
@@ -110,7 +126,9 @@ def fitting(needs: Needs) -> tuple[Node, ...]:
     return tuple(node for node in nodes() if needs.fit(node))
 
 
-def _start(ray: Any, address: str, where: str, cpus: int | None, object_store_bytes: int | None) -> None:
+def _start(
+    ray: Any, address: str, where: str, cpus: int | None, object_store_bytes: int | None
+) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if address == "local":
         if "RAY_AUTH_MODE" not in os.environ:
@@ -121,7 +139,9 @@ def _start(ray: Any, address: str, where: str, cpus: int | None, object_store_by
             ray.init("local", num_cpus=cpus or os.cpu_count(), **quiet)
         except Exception as error:  # whatever its processes did not do
             reason = " ".join(str(error).split())
-            raise ConfigError(f"{where}: Ray does not start on this machine ({reason}); start it again") from None
+            raise ConfigError(
+                f"{where}: Ray does not start on this machine ({reason}); start it again"
+            ) from None
         return
     try:
         _look(ray, address, where)
@@ -171,7 +191,9 @@ def _look(ray: Any, address: str, where: str) -> None:
         client(address=target)
 
 
-def _checked(needs: Needs, where: str, cpus: int | None, object_store_bytes: int | None) -> tuple[Node, ...]:
+def _checked(
+    needs: Needs, where: str, cpus: int | None, object_store_bytes: int | None
+) -> tuple[Node, ...]:
     there = fitting(needs)
     shown = "; ".join(f"{node.name} with {dict(node.resources)}" for node in nodes()[:5])
     in_all = sum(node.cpus for node in there)
@@ -181,7 +203,9 @@ def _checked(needs: Needs, where: str, cpus: int | None, object_store_bytes: int
             f"and {cpus or 'any'} in all: ask for less, or add nodes"
         )
     for node in there:
-        if (store_bytes := int(node.resources.get("object_store_memory", 0))) < (object_store_bytes or 0):
+        if (store_bytes := int(node.resources.get("object_store_memory", 0))) < (
+            object_store_bytes or 0
+        ):
             raise ConfigError(
                 f"{where}: the object store of {node.name} has {store_bytes:,} bytes; expected {object_store_bytes:,}: "
                 "start that node with more (ray start --object-store-memory)"

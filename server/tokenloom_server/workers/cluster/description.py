@@ -34,7 +34,8 @@ def describe(order: PipelineFactory) -> str:
             "transforms": sorted(record.config.catalog.transforms),
             "manifest": record.manifest.document(),
             "tokenizer": record.tokenizer.digest if record.tokenizer is not None else None,
-            "has_chats": record.tokenizer is not None and record.tokenizer.chat_template is not None,
+            "has_chats": record.tokenizer is not None
+            and record.tokenizer.chat_template is not None,
             "engine": engine and asdict(engine),
             **{name: getattr(record, name) for name in _AS_THEY_ARE},
         }
@@ -85,4 +86,8 @@ def verify_file(order: PipelineFactory, source_id: int, shard: int) -> None:
     record = order.record
     source = record.config.sources[source_id]
     files = SourceFiles(source.source, (record.shards[source_id][shard],))
-    verify(Manifest((files,), record.manifest.plugins), order.resources.base_dir, record.config.catalog.sources)
+    verify(
+        Manifest((files,), record.manifest.plugins),
+        order.resources.base_dir,
+        record.config.catalog.sources,
+    )

@@ -28,7 +28,12 @@ from tokenloom_server.sources.files import in_threads
 from tokenloom_server.storage.folder import Folder
 from tokenloom_server.workers.cluster import tasks
 from tokenloom_server.workers.cluster.connection import Needs, Node, fitting, is_node
-from tokenloom_server.workers.cluster.description import describe, named_by_node, rebuild, verify_file
+from tokenloom_server.workers.cluster.description import (
+    describe,
+    named_by_node,
+    rebuild,
+    verify_file,
+)
 from tokenloom_server.workers.cluster.readers.worker import LoggedLines
 from tokenloom_server.workers.processes import Transform
 
@@ -62,12 +67,16 @@ class OnRay:
         ``on_done`` is called with each shard."""
         asyncio.run(self._make(job, deque(wanted), journal, on_done))
 
-    async def _make(self, job: Job, waiting: deque[Task], journal: Journal, on_done: OnRows) -> None:
+    async def _make(
+        self, job: Job, waiting: deque[Task], journal: Journal, on_done: OnRows
+    ) -> None:
         import ray
 
         description = ray.put(described(job, journal.attempts))
         silent = await self._silent(description)
-        shards = _Shards(ray.remote(max_retries=0, **self.needs.options(silent))(make_shard), description)
+        shards = _Shards(
+            ray.remote(max_retries=0, **self.needs.options(silent))(make_shard), description
+        )
         under_way: set[asyncio.Task[tuple[Task, Shard, str]]] = set()
         while waiting or under_way:
             if not is_node():
@@ -77,7 +86,9 @@ class OnRay:
                 )
             shards.nodes = [node for node in fitting(self.needs) if node.id not in silent]
             self.on_nodes(len(shards.nodes))
-            room = self.at_once or max(1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in shards.nodes)))
+            room = self.at_once or max(
+                1, AHEAD * int(sum(node.cpus // self.needs.cpus for node in shards.nodes))
+            )
             while waiting and len(under_way) < room:
                 under_way.add(asyncio.create_task(shards.make(waiting.popleft())))
             ended, under_way = await asyncio.wait(under_way, timeout=LOOK_S)
@@ -97,11 +108,11 @@ class OnRay:
             elif node.id not in silent:
                 _lost(node.name, said)
         if silent:
-            fault = (
-                f"{', '.join(silent.values())}: no answer within {tasks.CHECK_S:g} s to what is compared before shards"
-            )
+            fault = f"{', '.join(silent.values())}: no answer within {tasks.CHECK_S:g} s to what is compared before shards"
             if len(silent) == len(answers):
-                raise ConfigError(f"{fault}; expected one: look at what hangs there, such as the disk of --out")
+                raise ConfigError(
+                    f"{fault}; expected one: look at what hangs there, such as the disk of --out"
+                )
             _log.warning("%s: left out", fault)
         return set(silent)
 
@@ -117,7 +128,11 @@ class _Shards:
     async def make(self, task: Task) -> tuple[Task, Shard, str]:
         """A shard, and the attempt's file that it lies in. Raises ``ConfigError`` where it was lost too often, and the
         error that a worker said."""
-        text, losses, asked_at = json.dumps([task.source, task.ranges, task.bytes, task.name]), 0, 0.0
+        text, losses, asked_at = (
+            json.dumps([task.source, task.ranges, task.bytes, task.name]),
+            0,
+            0.0,
+        )
 
         def begin(number: int, apart: bool) -> Any:
             nonlocal asked_at
@@ -132,15 +147,21 @@ class _Shards:
             nonlocal losses
             if isinstance(error, TimeoutError):
                 took_s = monotonic() - asked_at
-                _log.warning("%s: no answer within %.0f s: it is asked for again", task.name, took_s)
+                _log.warning(
+                    "%s: no answer within %.0f s: it is asked for again", task.name, took_s
+                )
             else:
                 lost, losses = _lost(task.name, error), losses + 1
                 if losses == LOSSES:
-                    raise ConfigError(f"{task.name}: was lost {LOSSES} times; the last time: {lost}")
+                    raise ConfigError(
+                        f"{task.name}: was lost {LOSSES} times; the last time: {lost}"
+                    )
             return 0.0
 
         def late_s() -> float:
-            return max(LATE_S, LATE_TIMES * (self._slowest_s_per_byte or FIRST_S_PER_BYTE) * task.bytes)
+            return max(
+                LATE_S, LATE_TIMES * (self._slowest_s_per_byte or FIRST_S_PER_BYTE) * task.bytes
+            )
 
         answer = _heard(await tasks.answered(begin, late_s, again))
         took_s = monotonic() - asked_at
@@ -178,7 +199,8 @@ def described(job: Job, attempts: Attempts) -> str:
             "order": describe(job.order),
             "form": job.form,
             "sources": [prepared.source for prepared in job.sources],
-            "transform": function and [function.name, function.seconds, function.memory_mb, dict(function.code)],
+            "transform": function
+            and [function.name, function.seconds, function.memory_mb, dict(function.code)],
             "place": str(Path(folder.place).absolute()) if folder.is_local else folder.place,
             "attempts": attempts.name,
             "current_folder": str(Path.cwd()),
@@ -213,7 +235,11 @@ def _made(worker: _Worker, text: str, number: int, apart: bool) -> dict[str, Any
     source, ranges, size, name = json.loads(text)
     task = Task(source, tuple(PartRows(*each) for each in ranges), size, name)
     worker.check(worker.files_of(task))
-    folder, attempt, maker = worker.attempts.folder, worker.attempts.named(name, number), worker.maker
+    folder, attempt, maker = (
+        worker.attempts.folder,
+        worker.attempts.named(name, number),
+        worker.maker,
+    )
     if apart:
         maker = replace(maker, order=maker.order.apart())
     try:
@@ -251,7 +277,10 @@ class _Worker:
     def files_of(self, task: Task) -> set[tuple[int, int]]:
         """The files that a task's rows lie in; a window has rows of any."""
         if self.maker.order.config.sources[task.source].shuffle == "rows":
-            return {(task.source, file) for file in range(len(self.maker.order.record.shards[task.source]))}
+            return {
+                (task.source, file)
+                for file in range(len(self.maker.order.record.shards[task.source]))
+            }
         return {(task.source, each.part) for each in task.ranges}
 
 
@@ -267,9 +296,13 @@ def _worker(description: str) -> _Worker:
     held.callback(order.resources.close)
     if fields["transform"] is not None:
         name, seconds, memory_mb, code = fields["transform"]
-        function = held.enter_context(closing(Transform(name, seconds=seconds, memory_mb=memory_mb)))
+        function = held.enter_context(
+            closing(Transform(name, seconds=seconds, memory_mb=memory_mb))
+        )
         if dict(function.code) != code:
-            raise ConfigError(f"transform {name!r}: its code is {dict(function.code)}, expected {code}: put it there")
+            raise ConfigError(
+                f"transform {name!r}: its code is {dict(function.code)}, expected {code}: put it there"
+            )
     maker = Maker(order, fields["form"], function)
     worker = _Worker(maker, Attempts(folder, fields["attempts"]), fields["sources"], set())
     weakref.finalize(worker, held.close)

@@ -20,7 +20,9 @@ CHECK_S = 60.0
 
 
 async def answered(
-    begin: Callable[[int, bool], Any], late_s: Callable[[], float], again: Callable[[Exception], float]
+    begin: Callable[[int, bool], Any],
+    late_s: Callable[[], float],
+    again: Callable[[Exception], float],
 ) -> Any:
     """What the first attempt at a task gives that ends.
 
@@ -38,7 +40,9 @@ async def answered(
             reference = begin(number, deaths >= DEATHS)
             attempts[asyncio.wrap_future(reference.future())] = reference
             timeout_s = late_s() if len(attempts) < ATTEMPTS else None
-            ended, _ = await asyncio.wait(attempts, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(
+                attempts, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             try:
                 if not ended:
                     raise TimeoutError
@@ -68,7 +72,9 @@ def lost_by(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2].partition('. ')[0]}"
 
 
-async def on_each(nodes: Iterable[Node], work: Callable[..., Any], *arguments: Any) -> list[tuple[Node, Any]]:
+async def on_each(
+    nodes: Iterable[Node], work: Callable[..., Any], *arguments: Any
+) -> list[tuple[Node, Any]]:
     """What a function gives on each of these nodes, beside whatever they do: its answer, or the exception in its place,
     ``TimeoutError`` after ``CHECK_S``."""
     import ray
@@ -80,7 +86,9 @@ async def on_each(nodes: Iterable[Node], work: Callable[..., Any], *arguments: A
         return await asyncio.wait_for(asyncio.wrap_future(reference.future()), CHECK_S)
 
     nodes = list(nodes)
-    return list(zip(nodes, await asyncio.gather(*map(answer, nodes), return_exceptions=True), strict=True))
+    return list(
+        zip(nodes, await asyncio.gather(*map(answer, nodes), return_exceptions=True), strict=True)
+    )
 
 
 def pinned(task: Any, node: Node, *, soft: bool) -> Any:

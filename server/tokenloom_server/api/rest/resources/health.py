@@ -11,7 +11,9 @@ from tokenloom_server.api.rest.models import Model
 from tokenloom_server.api.rest.routes import AppBackend, Routes
 from tokenloom_server.errors import TokenloomError
 
-_REASON_WITHHELD = "this server is not ready; its log says why, and so does this route to a caller with a token"
+_REASON_WITHHELD = (
+    "this server is not ready; its log says why, and so does this route to a caller with a token"
+)
 
 
 class Alive(Model):

@@ -17,23 +17,38 @@ from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import RunName
 from tokenloom_server.api.rest.routes import AppBackend, Routes
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.reports.history import EventKind, RunEvent, RunEvents, RunHistory, SourceHistory
+from tokenloom_server.reports.history import (
+    EventKind,
+    RunEvent,
+    RunEvents,
+    RunHistory,
+    SourceHistory,
+)
 
 #: Points of one answer.
 MAX_POINTS = 2000
 _TIME = "Unix seconds, or ISO 8601 such as 2026-01-31T22:00:00Z (UTC where it names no zone)"
-From = Annotated[str | None, Query(alias="from", description=f"From this time on: {_TIME}.", max_length=40)]
+From = Annotated[
+    str | None, Query(alias="from", description=f"From this time on: {_TIME}.", max_length=40)
+]
 To = Annotated[str | None, Query(description=f"Up to this time: {_TIME}.", max_length=40)]
-Points = Annotated[int, Query(description="At most so many points, evenly over those kept.", ge=2, le=MAX_POINTS)]
+Points = Annotated[
+    int, Query(description="At most so many points, evenly over those kept.", ge=2, le=MAX_POINTS)
+]
 Form = Annotated[
-    Literal["json", "csv"], Query(alias="format", description="JSON, or a table as CSV with one line of names.")
+    Literal["json", "csv"],
+    Query(alias="format", description="JSON, or a table as CSV with one line of names."),
 ]
 _FORMULA = tuple("=+-@\t\r")
-_CSV: dict[int | str, dict[str, Any]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
+_CSV: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/csv": {"schema": {"type": "string"}}}}
+}
 
 
 ROUTES = Routes()
-_add = partial(ROUTES.add, "GET", scope=Scope.READ, errors=(404, 503), tags=["runs"], responses=_CSV)
+_add = partial(
+    ROUTES.add, "GET", scope=Scope.READ, errors=(404, 503), tags=["runs"], responses=_CSV
+)
 
 
 @_add("/v1/runs/{run}/history", response_model=RunHistory)
@@ -61,7 +76,9 @@ def read_events(
     run: RunName,
     since: From = None,
     to: To = None,
-    kind: Annotated[list[EventKind] | None, Query(description="Of these kinds; of all if not given.")] = None,
+    kind: Annotated[
+        list[EventKind] | None, Query(description="Of these kinds; of all if not given.")
+    ] = None,
     form: Form = "json",
 ) -> Any:
     """What happened to a run.
@@ -96,10 +113,16 @@ def _time(name: str, text: str) -> float:
 
 
 def _history_table(history: RunHistory) -> Iterable[Sequence[object]]:
-    of_run = [name for name in RunHistory.model_fields if name not in ("run", "stream", "every_s", "sources")]
+    of_run = [
+        name
+        for name in RunHistory.model_fields
+        if name not in ("run", "stream", "every_s", "sources")
+    ]
     of_source = [name for name in SourceHistory.model_fields if name not in ("id", "spec", "alias")]
     columns = {name: getattr(history, name) for name in of_run}
-    columns |= {f"{name}[{own.alias}]": getattr(own, name) for own in history.sources for name in of_source}
+    columns |= {
+        f"{name}[{own.alias}]": getattr(own, name) for own in history.sources for name in of_source
+    }
     return [[*columns], *zip(*columns.values(), strict=True)]
 
 

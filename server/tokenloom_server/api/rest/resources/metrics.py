@@ -24,4 +24,6 @@ ROUTES = Routes()
 def metrics(backend: AppBackend, request: Request) -> Response:
     """The metrics for Prometheus."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(backend.registry), media_type=None, headers={"content-type": content_type})
+    return Response(
+        encode(backend.registry), media_type=None, headers={"content-type": content_type}
+    )

@@ -52,9 +52,13 @@ def read_mixture(backend: AppBackend, run: RunName) -> MixtureInfo:
     return backend.runs.get(run).mixture.info()
 
 
-@ROUTES.add("PATCH", "/v1/runs/{run}/mixture", Scope.CONTROL, errors=(409, 416, 500), tags=["mixture"])
+@ROUTES.add(
+    "PATCH", "/v1/runs/{run}/mixture", Scope.CONTROL, errors=(409, 416, 500), tags=["mixture"]
+)
 def revise(
-    backend: AppBackend, run: RunName, change: Annotated[MixtureChange, Body(openapi_examples=_CHANGE_EXAMPLES)]
+    backend: AppBackend,
+    run: RunName,
+    change: Annotated[MixtureChange, Body(openapi_examples=_CHANGE_EXAMPLES)],
 ) -> RevisionInfo:
     """Change the mixture while the run trains.
 
@@ -69,7 +73,13 @@ def revise(
     return revision
 
 
-@ROUTES.add("DELETE", "/v1/runs/{run}/mixture/revisions/{number}", Scope.CONTROL, errors=(416,), tags=["mixture"])
+@ROUTES.add(
+    "DELETE",
+    "/v1/runs/{run}/mixture/revisions/{number}",
+    Scope.CONTROL,
+    errors=(416,),
+    tags=["mixture"],
+)
 def drop_revisions(
     backend: AppBackend, run: RunName, number: Annotated[int, Path(ge=1, le=MAX_COUNTER)]
 ) -> list[RevisionInfo]:

@@ -21,7 +21,9 @@ from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.reports.receipt import RevisionInfo
 
 #: A picture's colours are styles within it; it needs nothing else, and no script.
-_PICTURE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
+_PICTURE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+}
 _ERRORS = (409, 500)
 Tokens = Annotated[
     str | None,
@@ -97,7 +99,12 @@ def plan_change(
     errors=_ERRORS,
     tags=["runs"],
     response_class=Response,
-    responses={200: {"content": {"image/svg+xml": {"schema": {"type": "string"}}}, "description": "The picture."}},
+    responses={
+        200: {
+            "content": {"image/svg+xml": {"schema": {"type": "string"}}},
+            "description": "The picture.",
+        }
+    },
 )
 def draw_plan(backend: AppBackend, run: RunName, tokens: Tokens = None) -> Response:
     """The plan as a picture.

@@ -64,7 +64,10 @@ _RESTORE_EXAMPLES = {
     "text": _SNAPSHOT_EXAMPLE,
 }
 _FORK_EXAMPLES = {
-    "run": {"summary": "Where a run of this server stood", "value": {"parent": "base", "sample_index": 4096}},
+    "run": {
+        "summary": "Where a run of this server stood",
+        "value": {"parent": "base", "sample_index": 4096},
+    },
     "text": _SNAPSHOT_EXAMPLE,
 }
 
@@ -74,7 +77,9 @@ ROUTES = Routes()
 
 @ROUTES.add("POST", "/v1/runs/{run}/restore", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
 def restore(
-    backend: AppBackend, run: RunName, request: Annotated[RestoreRequest, Body(openapi_examples=_RESTORE_EXAMPLES)]
+    backend: AppBackend,
+    run: RunName,
+    request: Annotated[RestoreRequest, Body(openapi_examples=_RESTORE_EXAMPLES)],
 ) -> NextLaunch:
     """Pin where the next generation starts.
 
@@ -84,10 +89,14 @@ def restore(
     """
     served = backend.runs.get(run)
     with audit.pinning(served):
-        return served.restores.restore(text=request.snapshot, **request.model_dump(exclude={"snapshot"}))
+        return served.restores.restore(
+            text=request.snapshot, **request.model_dump(exclude={"snapshot"})
+        )
 
 
-@ROUTES.add("DELETE", "/v1/runs/{run}/restore", Scope.CONTROL, errors=(409, 500), tags=["snapshots"])
+@ROUTES.add(
+    "DELETE", "/v1/runs/{run}/restore", Scope.CONTROL, errors=(409, 500), tags=["snapshots"]
+)
 def cancel_restore(backend: AppBackend, run: RunName) -> NextLaunch:
     """Take back what is pinned, and return it.
 
@@ -100,7 +109,9 @@ def cancel_restore(backend: AppBackend, run: RunName) -> NextLaunch:
 
 @ROUTES.add("POST", "/v1/runs/{run}/fork", Scope.CONTROL, errors=_ERRORS, tags=["snapshots"])
 def fork(
-    backend: AppBackend, run: RunName, request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)]
+    backend: AppBackend,
+    run: RunName,
+    request: Annotated[ForkRequest, Body(openapi_examples=_FORK_EXAMPLES)],
 ) -> NextLaunch:
     """Begin a run where another one stands.
 
@@ -108,4 +119,6 @@ def fork(
     go on. Nothing moves until the first trainer opens the run, which is to bring no state.
     """
     with audit.pinning(backend.runs.get(run)):
-        return backend.runs.fork(run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot)
+        return backend.runs.fork(
+            run, parent=request.parent, sample_index=request.sample_index, text=request.snapshot
+        )

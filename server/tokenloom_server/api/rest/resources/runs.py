@@ -18,10 +18,16 @@ from tokenloom_server.reports.stats import RunLosses, RunStats, RunSummary
 _ERRORS = (404, 409, 416, 500, 503)
 _NOT_KEPT = "After a restart it is served where the server is started with it."
 _ADD_EXAMPLES = {
-    "file": {"summary": "A mixture file on the server's machine", "value": {"file": "/srv/mixtures/wiki.yaml"}},
+    "file": {
+        "summary": "A mixture file on the server's machine",
+        "value": {"file": "/srv/mixtures/wiki.yaml"},
+    },
 }
 _RELOAD_EXAMPLES = {
-    "revision": {"summary": "What changed is to be a revision", "value": {"reason": "more code", "author": "ada"}},
+    "revision": {
+        "summary": "What changed is to be a revision",
+        "value": {"reason": "more code", "author": "ada"},
+    },
 }
 
 
@@ -40,7 +46,9 @@ class ReloadRequest(Model):
 class AddRequest(ReloadRequest):
     """Either ``file`` or ``mixture``."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [k]} for k in ("file", "mixture")]})
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": [k]} for k in ("file", "mixture")]}
+    )
 
     file: Annotated[str, Field(pattern="^/", max_length=4096)] | None = None
     """The path of a mixture file on the server's machine, below its data roots."""
@@ -65,10 +73,14 @@ def list_runs(backend: AppBackend) -> RunList:
     """The runs of this server."""
     names = backend.runs.names()
     broken = [
-        BrokenRun(run=run, served=run in names, origin=origin.where, error=error.name, message=str(error))
+        BrokenRun(
+            run=run, served=run in names, origin=origin.where, error=error.name, message=str(error)
+        )
         for run, origin, error in backend.runs.problems()
     ]
-    return RunList(runs=names, broken=broken, version=backend.version, grpc_address=backend.grpc_address)
+    return RunList(
+        runs=names, broken=broken, version=backend.version, grpc_address=backend.grpc_address
+    )
 
 
 @ROUTES.add("GET", "/v1/summaries", Scope.READ, errors=(503,), shows_own_runs=True, tags=["runs"])
@@ -84,7 +96,9 @@ def read_summaries(backend: AppBackend) -> Summaries:
 
 
 @ROUTES.add("POST", "/v1/runs", Scope.ADMIN, errors=_ERRORS, tags=["runs"], status_code=201)
-def add_run(backend: AppBackend, request: Annotated[AddRequest, Body(openapi_examples=_ADD_EXAMPLES)]) -> ChangedRun:
+def add_run(
+    backend: AppBackend, request: Annotated[AddRequest, Body(openapi_examples=_ADD_EXAMPLES)]
+) -> ChangedRun:
     """Add a run, by its mixture file.
 
     It is served from then on, beside the others; one that the ledger knows goes on where it was. The folder of
@@ -92,11 +106,15 @@ def add_run(backend: AppBackend, request: Annotated[AddRequest, Body(openapi_exa
     server ends.
     """
     if (request.file is None) == (request.mixture is None):
-        raise ConfigError("a run is added by its mixture file: give file or mixture, one of the two")
+        raise ConfigError(
+            "a run is added by its mixture file: give file or mixture, one of the two"
+        )
     folder = backend.changes.folder
     name = backend.changes.add(request.file, request.mixture, request.as_reason())
     kept = f"It is served again after a restart, as long as it lies in {folder}."
-    return ChangedRun(run=name, origin=backend.runs.origin(name).where, note=kept if folder else _NOT_KEPT)
+    return ChangedRun(
+        run=name, origin=backend.runs.origin(name).where, note=kept if folder else _NOT_KEPT
+    )
 
 
 @ROUTES.add("DELETE", "/v1/runs/{run}", Scope.ADMIN, errors=_ERRORS, tags=["runs"])
@@ -114,7 +132,9 @@ def remove_run(backend: AppBackend, run: RunName) -> ChangedRun:
 
 @ROUTES.add("POST", "/v1/runs/{run}/reload", Scope.ADMIN, errors=_ERRORS, tags=["runs"])
 def reload_run(
-    backend: AppBackend, run: RunName, request: Annotated[ReloadRequest, Body(openapi_examples=_RELOAD_EXAMPLES)]
+    backend: AppBackend,
+    run: RunName,
+    request: Annotated[ReloadRequest, Body(openapi_examples=_RELOAD_EXAMPLES)],
 ) -> ChangedRun:
     """Read the mixture file of a run again.
 

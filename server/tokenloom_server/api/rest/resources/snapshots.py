@@ -16,7 +16,10 @@ from tokenloom_server.reports.stats import SnapshotInfo
 
 SnapshotId = Annotated[
     str,
-    Path(description="The id that saving the snapshot gave.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"),
+    Path(
+        description="The id that saving the snapshot gave.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$",
+    ),
 ]
 
 
@@ -44,7 +47,12 @@ ROUTES = Routes()
 
 
 @ROUTES.add(
-    "POST", "/v1/runs/{run}/snapshots", Scope.CONTROL, errors=(409, 416, 500), status_code=201, tags=["snapshots"]
+    "POST",
+    "/v1/runs/{run}/snapshots",
+    Scope.CONTROL,
+    errors=(409, 416, 500),
+    status_code=201,
+    tags=["snapshots"],
 )
 def save_snapshot(
     backend: AppBackend,
@@ -78,7 +86,10 @@ def list_snapshots(backend: AppBackend, run: RunName) -> list[SnapshotInfo]:
     tags=["snapshots"],
     response_class=Response,
     responses={
-        200: {"content": {"application/json": {"schema": {"type": "object"}}}, "description": "The sealed text."},
+        200: {
+            "content": {"application/json": {"schema": {"type": "object"}}},
+            "description": "The sealed text.",
+        },
     },
 )
 def read_snapshot(backend: AppBackend, run: RunName, snapshot_id: SnapshotId) -> Response:
@@ -86,4 +97,6 @@ def read_snapshot(backend: AppBackend, run: RunName, snapshot_id: SnapshotId) ->
 
     The sealed text itself, unchanged: its checksum covers these bytes.
     """
-    return Response(backend.runs.get(run).snapshots.saved(snapshot_id), media_type="application/json")
+    return Response(
+        backend.runs.get(run).snapshots.saved(snapshot_id), media_type="application/json"
+    )

@@ -21,7 +21,10 @@ Generation = Annotated[
         **COUNTER,
     ),
 ]
-Text = Annotated[bool, Query(description="Also each document's text, what of it counts for the loss, and the ids.")]
+Text = Annotated[
+    bool,
+    Query(description="Also each document's text, what of it counts for the loss, and the ids."),
+]
 
 
 ROUTES = Routes()
@@ -31,9 +34,14 @@ ROUTES = Routes()
 def trace_sample_of_source(
     backend: AppBackend,
     run: RunName,
-    source: Annotated[str, Query(description="The source's alias or spec.", max_length=4096, examples=["code"])],
+    source: Annotated[
+        str, Query(description="The source's alias or spec.", max_length=4096, examples=["code"])
+    ],
     number: Annotated[
-        int | None, Query(description="Of the source's samples, from 0; one at random if not given.", **COUNTER)
+        int | None,
+        Query(
+            description="Of the source's samples, from 0; one at random if not given.", **COUNTER
+        ),
     ] = None,
     text: Text = False,
 ) -> TracedSample:
@@ -64,15 +72,21 @@ def trace_sample(
     if stream == TRAIN:
         return traces.sample(index, generation, text)
     if generation is not None:
-        raise ConfigError(f"generation: a stream that is evaluated on ({stream!r}) has none; leave it out")
+        raise ConfigError(
+            f"generation: a stream that is evaluated on ({stream!r}) has none; leave it out"
+        )
     return traces.evaluated(stream, index, text)
 
 
-@ROUTES.add("GET", "/v1/runs/{run}/micro-steps/{micro_step}", Scope.READ, errors=_ERRORS, tags=["trace"])
+@ROUTES.add(
+    "GET", "/v1/runs/{run}/micro-steps/{micro_step}", Scope.READ, errors=_ERRORS, tags=["trace"]
+)
 def trace_micro_step(
     backend: AppBackend,
     run: RunName,
-    micro_step: Annotated[int, Path(description="The micro-step, from 0.", examples=[128], **COUNTER)],
+    micro_step: Annotated[
+        int, Path(description="The micro-step, from 0.", examples=[128], **COUNTER)
+    ],
     rank: Annotated[int | None, Query(description="One rank; all if not given.", **COUNTER)] = None,
     generation: Generation = None,
     text: Text = False,

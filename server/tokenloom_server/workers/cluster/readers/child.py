@@ -57,7 +57,9 @@ class Child:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch())
                 heard = asyncio.Queue[dict[str, Any]]()
-                Background("readers", partial(self._listen, asyncio.get_running_loop(), heard)).start()
+                Background(
+                    "readers", partial(self._listen, asyncio.get_running_loop(), heard)
+                ).start()
                 while message := await heard.get():
                     self._hear(message, tasks)
                 for each in (watching, *self._requests.values()):
@@ -66,7 +68,9 @@ class Child:
             _log.error("Ray is lost: %s", errors.exceptions[0])
             os._exit(1)
 
-    def _listen(self, loop: asyncio.AbstractEventLoop, heard: asyncio.Queue[dict[str, Any]]) -> None:
+    def _listen(
+        self, loop: asyncio.AbstractEventLoop, heard: asyncio.Queue[dict[str, Any]]
+    ) -> None:
         """Takes messages even while the loop sends: if both sides only wrote, both would wait for ever."""
         try:
             while message := messages.receive(self._server):
@@ -96,8 +100,12 @@ class Child:
         """Tells the server whether a CPU is free, until this machine is no node of the cluster any more: a driver does
         not come back from that, though another cluster may be at the same address."""
         while await asyncio.to_thread(is_node):
-            is_free = self._needs.fit(Node("", "", await asyncio.to_thread(self._ray.available_resources)))
-            messages.send(self._server, busy="" if is_free else f"no CPU is free for a task of {self._needs}")
+            is_free = self._needs.fit(
+                Node("", "", await asyncio.to_thread(self._ray.available_resources))
+            )
+            messages.send(
+                self._server, busy="" if is_free else f"no CPU is free for a task of {self._needs}"
+            )
             await asyncio.sleep(TICK_S)
         raise ConnectionError("this machine is no node of the cluster any more")
 
@@ -105,7 +113,9 @@ class Child:
         """Tells the server why a node cannot read a run's sources, or that all can."""
         present, fault = [node for node in nodes() if node.cpus], ""
         for node, said in await on_each(present, worker.check, described, sources):
-            fault = fault or (f"{node.name}: {lost_by(said)}" if isinstance(said, Exception) else said)
+            fault = fault or (
+                f"{node.name}: {lost_by(said)}" if isinstance(said, Exception) else said
+            )
         messages.send(self._server, checked=described.digest, fault=fault)
 
     async def _answer(self, number: int, described: worker.Described, request: Request) -> None:
@@ -124,7 +134,9 @@ class Child:
             is_late = type(error) is TimeoutError  # and not one of the task's own
             reason = error if isinstance(error, str) else lost_by(error)
             reason = f"no answer within {self._late_s:g} s" if is_late else reason[:1000]
-            messages.send(self._server, again=number, reason=reason, is_refused=isinstance(error, str))
+            messages.send(
+                self._server, again=number, reason=reason, is_refused=isinstance(error, str)
+            )
             return 0.0 if is_late else PAUSE_S
 
         while True:

@@ -33,7 +33,9 @@ class ReaderCounts:
         self._nodes[name] = self._nodes.get(name, ReaderNode(name=name)).plus(*work)
         self._sources[source] = self._sources[source].plus(*work)
 
-    def stats(self, present: Sequence[tuple[str, float]], tickets: Iterable[Any], away: str) -> ReadersStats:
+    def stats(
+        self, present: Sequence[tuple[str, float]], tickets: Iterable[Any], away: str
+    ) -> ReadersStats:
         """``present``: names and CPUs of the nodes that are there. ``tickets``: those of the run that are held."""
         ahead, waiting = Counter[int](), defaultdict[int, str](str)
         for ticket in tickets:
@@ -41,12 +43,22 @@ class ReaderCounts:
                 ahead[ticket.source] += ticket.answer.rows
             elif ticket.wait is not None and monotonic() - ticket.wait.since >= NAMED_AFTER_S:
                 waiting[ticket.source] = ticket.wait.text()
-        figures: Any = {"rows_ahead": ahead, "asked_again": self.asked_again, "waiting_for": waiting}
-        cpus = {of: sum(count for name, count in present if name == of) for of, _ in present[:MOST_NODES]}
+        figures: Any = {
+            "rows_ahead": ahead,
+            "asked_again": self.asked_again,
+            "waiting_for": waiting,
+        }
+        cpus = {
+            of: sum(count for name, count in present if name == of)
+            for of, _ in present[:MOST_NODES]
+        }
         nodes = {name: ReaderNode(name=name) for name in cpus} | self._nodes
         return ReadersStats(
             away=away,
-            nodes=[node.model_copy(update={"cpus": cpus.get(name, 0.0)}) for name, node in nodes.items()],
+            nodes=[
+                node.model_copy(update={"cpus": cpus.get(name, 0.0)})
+                for name, node in nodes.items()
+            ],
             sources=[
                 source.model_copy(update={name: counts[key] for name, counts in figures.items()})
                 for key, source in sorted(self._sources.items())

@@ -78,7 +78,9 @@ class ReaderOptions:
 class _Ticket:
     """Implements ``Ticket``."""
 
-    def __init__(self, readers: RayReaders, order: PipelineFactory, number: int, request: Request) -> None:
+    def __init__(
+        self, readers: RayReaders, order: PipelineFactory, number: int, request: Request
+    ) -> None:
         self.number = number
         self.request = request
         self.source = request.source
@@ -113,11 +115,16 @@ class _Ticket:
                     return read(self.order, self.request)  # with the error of a run without readers
                 with readers.changed:
                     if self.answer is None:
-                        wait.trouble = readers.away or "; ".join(filter(None, [self.trouble, readers.busy]))
+                        wait.trouble = readers.away or "; ".join(
+                            filter(None, [self.trouble, readers.busy])
+                        )
                         readers.changed.wait(min(1.0, left_s))
         if self.answer is not None:
             return self.answer
-        limit_s, why = readers.options.timeout_s, wait.trouble or "all of their CPUs are busy, or have stopped"
+        limit_s, why = (
+            readers.options.timeout_s,
+            wait.trouble or "all of their CPUs are busy, or have stopped",
+        )
         said = f"{name}: no reader has given them for {limit_s:g} s: {why}"
         if not readers.options.falls_back:
             raise SourceError(f"{said}; look at the cluster")
@@ -157,7 +164,9 @@ class RayReaders:
         self._memory: dict[str, mmap.mmap] = {}
         self._numbers = itertools.count()
         self._tickets: weakref.WeakValueDictionary[int, _Ticket] = weakref.WeakValueDictionary()
-        self._counts: weakref.WeakKeyDictionary[RunResources, ReaderCounts] = weakref.WeakKeyDictionary()
+        self._counts: weakref.WeakKeyDictionary[RunResources, ReaderCounts] = (
+            weakref.WeakKeyDictionary()
+        )
         #: By digest, the messages that describe records.
         self._described: dict[str, dict[str, Any]] = {}
         self._digests: weakref.WeakKeyDictionary[RunRecord, str] = weakref.WeakKeyDictionary()
@@ -224,7 +233,9 @@ class RayReaders:
 
     def has_room(self) -> bool:
         """See ``Asked``."""
-        most = REQUESTS_PER_CPU * max(1.0, sum(cpus for _, cpus in self.nodes) / self.options.needs.cpus)
+        most = REQUESTS_PER_CPU * max(
+            1.0, sum(cpus for _, cpus in self.nodes) / self.options.needs.cpus
+        )
         with self.changed:
             tickets = list(self._tickets.values())
             answered = sum(ticket.answer is not None for ticket in tickets)
@@ -286,7 +297,11 @@ class RayReaders:
         if head is None or "up" not in head:
             _end(self._process)
             ours.close()
-            return str((head or {}).get("refused", "the process that speaks to Ray ended; the log above says why"))
+            return str(
+                (head or {}).get(
+                    "refused", "the process that speaks to Ray ended; the log above says why"
+                )
+            )
         with self.changed:
             self._link, self.nodes, self.away, self.busy = ours, head["up"], "", ""
             self._memory.clear()
@@ -325,11 +340,16 @@ class RayReaders:
         elif "again" in message:
             if ticket := self._tickets.get(message["again"]):
                 ticket.counts.asked_again[ticket.source] += 1
-                ticket.trouble, ticket.is_refused = f"asked again: {message['reason']}", message["is_refused"]
+                ticket.trouble, ticket.is_refused = (
+                    f"asked again: {message['reason']}",
+                    message["is_refused"],
+                )
         else:
             content = self._content(message)
             if ticket := self._tickets.get(message["answer"]):
-                answer = Answer.decoded(message["head"], pa.ipc.open_stream(content) if len(content) else ())
+                answer = Answer.decoded(
+                    message["head"], pa.ipc.open_stream(content) if len(content) else ()
+                )
                 ticket.answer, self.patience_s = answer, self.options.timeout_s
                 ticket.counts.answered(ticket.source, answer)
                 where = f"{ticket.order.name}: source {ticket.alias} on {answer.work.node}"

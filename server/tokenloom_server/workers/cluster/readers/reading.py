@@ -58,7 +58,9 @@ def _pieces(order: PipelineFactory, request: Request) -> Iterator[tuple[int, Row
             yield shard, _rows(tokenized, documents.sizes)
             row += len(tokenized.ends)
         if row < first_row + rows:
-            raise SourceError(f"{documents.path(shard)} ends at row {row}; it was changed: put it back as it was")
+            raise SourceError(
+                f"{documents.path(shard)} ends at row {row}; it was changed: put it back as it was"
+            )
 
 
 def _rows(tokenized: TokenizedRows, sizes: Int64s) -> Rows:
@@ -71,5 +73,8 @@ def _rows(tokenized: TokenizedRows, sizes: Int64s) -> Rows:
     if (status := tokenized.row_status) is None:
         return rows
     reasons = tokenized.reasons
-    bad = tuple(BadRow(row, reasons[tokenized.origin(row)]) for row in np.flatnonzero(status == BAD).tolist())
+    bad = tuple(
+        BadRow(row, reasons[tokenized.origin(row)])
+        for row in np.flatnonzero(status == BAD).tolist()
+    )
     return rows._replace(bad=bad, filtered=status == FILTERED)

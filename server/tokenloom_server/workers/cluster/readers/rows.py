@@ -53,7 +53,9 @@ class Request:
         for part in self.parts:
             skipped = min(rows, part.rows)
             if skipped < part.rows:
-                left.append(part._replace(first_row=part.first_row + skipped, rows=part.rows - skipped))
+                left.append(
+                    part._replace(first_row=part.first_row + skipped, rows=part.rows - skipped)
+                )
             rows -= skipped
         return replace(self, parts=left) if left else None
 
@@ -87,7 +89,10 @@ class Answer(NamedTuple):
     @property
     def tokens(self) -> int:
         columns = [rows.column for _, rows in self.pieces]
-        return sum(len((each.field(0) if pa.types.is_struct(each.type) else each).values) for each in columns)
+        return sum(
+            len((each.field(0) if pa.types.is_struct(each.type) else each).values)
+            for each in columns
+        )
 
     def encoded(self) -> tuple[str, list[pa.RecordBatch]]:
         """A head as JSON, and the rows of each piece."""
@@ -115,7 +120,11 @@ class Answer(NamedTuple):
 def _batch(rows: Rows) -> pa.RecordBatch:
     assert rows.sizes is not None
     filtered = np.zeros(len(rows.column), np.bool_) if rows.filtered is None else rows.filtered
-    columns = [rows.column, arrays.from_numbers(rows.sizes), arrays.from_numbers(filtered.view(np.uint8))]
+    columns = [
+        rows.column,
+        arrays.from_numbers(rows.sizes),
+        arrays.from_numbers(filtered.view(np.uint8)),
+    ]
     return pa.RecordBatch.from_arrays(columns, ["rows", "sizes", "filtered"])
 
 

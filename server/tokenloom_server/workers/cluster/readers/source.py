@@ -51,7 +51,9 @@ class Asked(Protocol):
 class RowsOfReaders(WrappedSource):
     """Implements ``ReadySource``. The inner source knows rows and blocks; its own rows are not read."""
 
-    def __init__(self, order: PipelineFactory, digest: str, source_id: int, reader: Source, asked: Asked) -> None:
+    def __init__(
+        self, order: PipelineFactory, digest: str, source_id: int, reader: Source, asked: Asked
+    ) -> None:
         super().__init__(reader)
         self._order = order
         self.digest = digest
@@ -109,7 +111,9 @@ class RowsOfReaders(WrappedSource):
         self._pieces.extend(answer.pieces)
         self._error = answer.error
         self._rows_seen += answer.rows
-        self._bytes_seen += sum(int(rows.sizes.sum()) for _, rows in answer.pieces if rows.sizes is not None)
+        self._bytes_seen += sum(
+            int(rows.sizes.sum()) for _, rows in answer.pieces if rows.sizes is not None
+        )
         rest = ticket.request.after(answer.rows)
         if rest is not None and answer.error is None:
             self._tickets.appendleft(self._asked.ask(self._order, rest))
@@ -119,7 +123,9 @@ class RowsOfReaders(WrappedSource):
             parts = self._cut()
             if not parts:
                 return
-            self._tickets.append(self._asked.ask(self._order, Request(self.digest, self._source_id, parts)))
+            self._tickets.append(
+                self._asked.ask(self._order, Request(self.digest, self._source_id, parts))
+            )
 
     def _planned(self) -> RowRange | None:
         # Of a file that cannot be opened, nothing more is planned: it is an error once its turn comes.
@@ -141,7 +147,11 @@ class RowsOfReaders(WrappedSource):
             end = min(first + rows, block_end if block_end <= end + wanted else end)
             self._rest = RowRange(shard, end, first + rows - end) if end < first + rows else None
             if rows > 0:
-                position = self._source.position(shard, first) if isinstance(self._source, IndexedSource) else None
+                position = (
+                    self._source.position(shard, first)
+                    if isinstance(self._source, IndexedSource)
+                    else None
+                )
                 parts.append(Part(shard, first, end - first, position))
                 wanted -= end - first
         return parts

@@ -68,7 +68,9 @@ def answer(described: Described, request_json: str) -> tuple[str, list[pa.Record
         made = Answer(refused=named_by_node(error))
     finally:
         logging.getLogger("tokenloom_server").removeHandler(lines)
-    work = made.work._replace(node=node, log=lines.lines(), node_id=ray.get_runtime_context().get_node_id())
+    work = made.work._replace(
+        node=node, log=lines.lines(), node_id=ray.get_runtime_context().get_node_id()
+    )
     return made._replace(work=work).encoded()
 
 
