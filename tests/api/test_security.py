@@ -360,7 +360,8 @@ def test_a_token_in_the_address_opens_nothing(http: httpx.Client) -> None:
 
 def test_the_body_of_a_stranger_is_not_waited_for(rest: tuple[MemoryService, RestServer]) -> None:
     host, _, port = rest[1].address.rpartition(":")
-    head = f"POST /v1/runs/{RUN}/restore HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 900\r\n"
+    head = f"POST /v1/runs/{RUN}/restore HTTP/1.1\r\nHost: x\r\n"
+    head += "Content-Type: application/json\r\nContent-Length: 900\r\n"
     with socket.create_connection((host, int(port)), timeout=8) as connection:
         connection.sendall(head.encode() + b"\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
@@ -567,7 +568,8 @@ def test_a_client_of_another_version_is_refused_with_both_versions(
     )
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(method)(b"", metadata=metadata_of(f"Bearer {READ}"), timeout=120)
-    words = f"speaks version {version} of Tokenloom's wire protocol, and this server version {VERSION}: install the same"
+    words = f"speaks version {version} of Tokenloom's wire protocol, and this server version"
+    words += f" {VERSION}: install the same"
     assert words in (caught.value.details() or "")
 
 

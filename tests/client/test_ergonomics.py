@@ -88,7 +88,8 @@ def test_its_text_says_where_it_stands() -> None:
             assert ", rank 1 of 4: not joined yet, to go on at sample index 2>" in repr(dataset)
         assert repr(dataset).endswith(": closed before it joined>")
     held_out = EvaluationDataset(NOBODY, 2)
-    expected = f"<EvaluationDataset '{NOBODY}', stream='validation', rank 0 of 1, batch_size=2: so far unknown micro-steps>"
+    expected = f"<EvaluationDataset '{NOBODY}', stream='validation', rank 0 of 1, batch_size=2:"
+    expected += " so far unknown micro-steps>"
     assert repr(held_out) == expected
     assert repr(PeekDataset(NOBODY, at=7)) == f"<PeekDataset '{NOBODY}': not joined yet>"
 

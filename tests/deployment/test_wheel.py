@@ -378,7 +378,8 @@ def test_a_server_without_the_fast_tokeniser_goes_on_with_a_run_that_began_with_
     assert re.search(
         rf"{says} for 22 probes and 100 rows; .*pip install 'tokenloom\[fast\]'", result.stderr
     )
-    says = r"b: tokeniser engine tokenizers .*: the fast engine, gigatoken, is not installed; so tokenizers .* is used: "
+    says = r"b: tokeniser engine tokenizers .*: the fast engine, gigatoken, is not installed; "
+    says += r"so tokenizers .* is used: "
     assert re.search(rf"{says}it makes .*pip install 'tokenloom\[fast\]'", result.stderr)
 
 

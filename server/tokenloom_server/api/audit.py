@@ -52,7 +52,10 @@ def pinning(run: ServedRun) -> Iterator[None]:
 
 
 def revision_text(revision: RevisionInfo) -> str:
-    return f"{revision.number} from sample {revision.sample_index} on: {'; '.join(revision.changes)} ({revision.reason})"
+    changes = "; ".join(revision.changes)
+    return (
+        f"{revision.number} from sample {revision.sample_index} on: {changes} ({revision.reason})"
+    )
 
 
 def _pin_text(pin: PinnedPoint | None) -> str:

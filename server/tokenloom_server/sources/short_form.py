@@ -131,9 +131,8 @@ class _Reader:
             path, _, column = head.rpartition("@")
             if not column or "/" in column or ":" in column or not self._matches(path):
                 self._refuse_missing(head, weight)
-        return self._item(
-            self._spec(path if is_remote(path) else os.path.expanduser(path), column), weight
-        )
+        place = path if is_remote(path) else os.path.expanduser(path)  # noqa: PTH111
+        return self._item(self._spec(place, column), weight)
 
     def _item(self, spec: Spec, weight: float | None) -> _Item:
         self._roots.check_pattern(self._where, self._base_dir, spec.place)
@@ -221,9 +220,8 @@ class _Reader:
             except ConfigError as error:
                 raise ConfigError(f"{self._where}: {error}") from None
         for pattern in ("*", "**/*"):
-            matches = glob.glob(
-                f"{glob.escape(path)}/{pattern}", root_dir=self._base_dir, recursive=True
-            )
+            below = f"{glob.escape(path)}/{pattern}"
+            matches = glob.glob(below, root_dir=self._base_dir, recursive=True)  # noqa: PTH207
             names_ = [
                 name
                 for name in matches

@@ -26,7 +26,10 @@ MODEL_FILE = "config.json"
 CHAT_FILE = "chat_template.jinja"
 FILES = (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_FILE, ADDED_FILE, MODEL_FILE, CHAT_FILE)
 
-CONVERT = "save it as a tokenizer.json, for example with transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+CONVERT = (
+    "save it as a tokenizer.json, for example with transformers: "
+    "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+)
 
 #: A repository on the Hub as mixture files name it: ``gpt2``, ``org/name``, ``org/name@revision``.
 _HUB_NAME = re.compile(

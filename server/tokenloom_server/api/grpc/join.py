@@ -41,7 +41,8 @@ def training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
     joined = served.join_handler.join(call)
     opening, plans = joined.opening, batch_plans_of(joined.opening).plans
     if call.rank == 0 and opening.generation != before.number:
-        opened = f"generation {opening.generation} with {opening.world_size} ranks at sample {joined.start.sample_index}"
+        opened = f"generation {opening.generation} with {opening.world_size} ranks"
+        opened += f" at sample {joined.start.sample_index}"
         opened += ", taking over" if call.takeover else ""
         audit.changed(
             served,

@@ -134,9 +134,7 @@ class DataLoader:
 
     # Control where it is to be saved.
     @rpc(Scope.READ, wire.SnapshotRequest)
-    def Snapshot(
-        self, request: wire.SnapshotRequest, call: Call
-    ) -> wire.SnapshotResponse:
+    def Snapshot(self, request: wire.SnapshotRequest, call: Call) -> wire.SnapshotResponse:
         if request.save:
             self._require(Scope.CONTROL, call)
         served = self._served(request.run, request.stream)
@@ -187,9 +185,7 @@ class DataLoader:
         return wire.PlanResponse(plan_json=plan.model_dump_json())
 
     @rpc(Scope.READ, wire.TokenizerRequest)
-    def Tokenizer(
-        self, request: wire.TokenizerRequest, call: Call
-    ) -> wire.TokenizerResponse:
+    def Tokenizer(self, request: wire.TokenizerRequest, call: Call) -> wire.TokenizerResponse:
         definition = self._runs.get(request.run).coordinator.order.record.tokenizer
         if definition is None:
             return wire.TokenizerResponse()

@@ -108,7 +108,8 @@ class OnRay:
             elif node.id not in silent:
                 _lost(node.name, said)
         if silent:
-            fault = f"{', '.join(silent.values())}: no answer within {tasks.CHECK_S:g} s to what is compared before shards"
+            fault = f"{', '.join(silent.values())}: no answer within {tasks.CHECK_S:g} s"
+            fault += " to what is compared before shards"
             if len(silent) == len(answers):
                 raise ConfigError(
                     f"{fault}; expected one: look at what hangs there, such as the disk of --out"
