@@ -206,6 +206,47 @@ def test_bad_rows_and_the_end_are_events_and_another_run_has_none_of_them(
     assert (points(other).time, happened(other)) == ([], [])
 
 
+def test_a_source_that_ran_out_and_a_rank_that_was_lost_are_events_once_and_in_the_log(
+    made: Callable[..., Place],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for alias, rows in ("few", 3), ("many", 200):
+        write_jsonl(folder / f"data/{alias}.jsonl", ["some more words"] * rows)
+    children = [
+        {"source": f"jsonl:data/{alias}.jsonl:text", "alias": alias} for alias in ("few", "many")
+    ]
+    place = made(mixture={"policy": "least_consumed", "children": children})
+    served = told_when_to_look(place.serve())
+    trainer = Trainer(served)
+    trainer.train(1)
+    served.recorder.step()
+    state = trainer.state()
+    assert happened(served, "exhausted") == []
+    trainer.train(20)
+    monkeypatch.setattr("tokenloom_server.run.events.LOST_AFTER_S", 0.0)
+    with caplog.at_level(logging.INFO):
+        served.coordinator.sessions.detach(trainer.ranks[1].session)
+        served.recorder.step()
+        served.recorder.step()
+    ran_out = "source few ran out after 48 tokens, 1.00 passes: the others share what it had"
+    assert happened(served, "exhausted") == [ran_out] and ran_out in caplog.text
+    lost = "rank 1 is lost: nothing was heard for 0 s"
+    assert happened(served, "rank") == [lost] and lost in caplog.text
+    trainer.ranks[1].connect(served)
+    served.recorder.step()
+    assert happened(served, "rank") == [lost, "rank 1 is back"]
+    # After a launch that goes back it may run out again.
+    trainer.leave()
+    trainer = Trainer(served, state=state)
+    trainer.train(1)
+    served.recorder.step()
+    trainer.train(20)
+    served.recorder.step()
+    assert happened(served, "exhausted") == [ran_out] * 2
+
+
 @pytest.mark.parametrize("rule", ["drop", "pad"])
 @pytest.mark.parametrize("looked", [True, False])
 def test_an_end_is_written_at_once_and_found_again_where_a_killed_server_did_not(

@@ -147,6 +147,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "going_forward": "",
             "waiting_reason": None,
             "data_wait_share": 0.02,
+            "straggler": None,
             "ended": None,
             "exhausted": False,
             "error": None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from tokenloom_server.config.described import Document
@@ -11,6 +11,11 @@ from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.order.readers_stats import ReadersStats
 from tokenloom_server.reports.document import RunDocument
 from tokenloom_server.reports.receipt import RevisionInfo
+
+#: Where every rank waits for data at least this part of its time, the data sets the pace: as in TokenloomStarved.
+SLOW_DATA_SHARE = 0.05
+#: Ranks that a sentence names, at most.
+_NAMED = 8
 
 
 class SourceName(Document):
@@ -152,6 +157,30 @@ def skips_text(skips: Mapping[int, int]) -> str:
     )
 
 
+def ranks_text(ranks: Sequence[int], verb: str, plural: str) -> str:
+    """Some ranks and a verb, for people."""
+    named = ", ".join(map(str, ranks[:_NAMED]))
+    more = f" and {len(ranks) - _NAMED:,} more" if len(ranks) > _NAMED else ""
+    return f"ranks {named}{more} {plural}" if len(ranks) > 1 else f"rank {named} {verb}"
+
+
+class Straggler(Document):
+    """Ranks that hold the others up."""
+
+    ranks: list[int]
+    waited_share: float
+    """The part of the time that the others waited for data (0 to 1), in the median."""
+    seconds: float
+    """How long that time is: the last ten minutes at most."""
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{ranks_text(self.ranks, 'holds', 'hold')} the others up: they waited {self.waited_share:.0%} of the last "
+            f"{self.seconds / 60:.0f} minutes"
+        )
+
+
 class RunState(RunDocument):
     """How a run is: what all that is said of it begins with."""
 
@@ -172,6 +201,8 @@ class RunState(RunDocument):
     data_wait_share: float | None
     """The part of the last half a minute that the rank which waited least for data did (0 to 1): near 0 training sets
     the pace, near 1 the data does. Null where no rank has reported it."""
+    straggler: Straggler | None
+    """The ranks that the others wait for; null where none holds others up, or that is not known yet."""
     opening: bool
     """Whether a launch is being opened, which may take as long as going forward to where it begins."""
     going_forward: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -37,7 +38,13 @@ FIRST_POINTS = 100
 MAX_EVENTS, MAX_NOTED = 1000, 1000
 #: Points are thinned out once for so many that are added.
 THIN_EVERY = 32
-_FREQUENT = frozenset({"audit", "bad_rows", "failover", "ledger", "pin"})
+_FREQUENT = frozenset({"audit", "bad_rows", "failover", "ledger", "pin", "rank", "straggler"})
+#: Events that are said in the log, too: what else says them nowhere.
+_LOGGED: Mapping[EventKind, int] = {
+    "exhausted": logging.INFO,
+    "rank": logging.WARNING,
+    "straggler": logging.WARNING,
+}
 
 
 class _Point(NamedTuple):
@@ -217,6 +224,9 @@ class Recorder(Loop):
         stored.seen, stored.last = seen, last.place
         self._stored = stored
         self._points = []
+        for event in events:
+            if event.kind in _LOGGED:
+                _log.log(_LOGGED[event.kind], "%s: %s", coordinator.name, event.text)
         for event in noted:
             if self._noted and self._noted[0] is event:
                 self._noted.popleft()

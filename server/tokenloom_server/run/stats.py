@@ -103,6 +103,7 @@ class StatsReader:
             waiting_for=view.waiting.waiting_for,
             waiting_reason=view.waiting.reason,
             data_wait_share=generation.data_wait_share,
+            straggler=generation.straggler if end is None else None,
             opening=view.opening,
             going_forward=self._past.way_forward,
             ended=end and end.reason,

@@ -3,6 +3,7 @@
 // In the address: share=sofar, over=time, from= and to= (the zoom) and at= (a place to point to), in tokens or Unix time.
 
 import { Chart, axis, colour, hatch, sourceColour, tick, timeAxis, tokenAxis } from "./chart.js";
+import { title } from "./events.js";
 import { MixTable } from "./mix_table.js";
 import { bandsOf, markedEvents, plannedSegments, rewoundParts, shownPoints, stacked, wholeRange } from "./mix_data.js";
 import { compact, dash, grouped, lasting, moment, percent } from "./numbers.js";
@@ -12,7 +13,7 @@ import { View, keep } from "./view.js";
 
 const NEAR_PX = 6; // how near to a mark the pointer counts as on it
 const STEP = 1.6; // of a zoom by keys or buttons
-const MARK_COLOURS = { revision: "accent", launch: "muted", fork: "accent", skip: "expected", rewind: "warn", error: "bad", end: "ink" };
+const MARK_COLOURS = { revision: "accent", launch: "muted", fork: "accent", skip: "expected", rewind: "warn", exhausted: "ink", rank: "bad", straggler: "warn", error: "bad", end: "ink" };
 
 // Whether a range of tokens or seconds can be shown: uPlot does not end where ticks are as near as floats are.
 const isWide = (from, to) => to - from >= Math.max(1, 1e-10 * Math.max(-from, to));
@@ -349,7 +350,7 @@ export class MixTab extends View {
     if (back) parts.push(`a later launch took back what generation ${back.generation} had here`);
     this.text("place", parts.filter(Boolean).join(" · "));
     const event = this.near?.event;
-    this.text("event", event ? `${event.kind.replace("_", " ")}, ${moment(event.time)}: ${event.text}` : "");
+    this.text("event", event ? `${title(event.kind)}, ${moment(event.time)}: ${event.text}` : "");
     keep(this.slot("keys"), this.keys, bands, (band) => band.id, "mix-key", (key, band) => {
       const place = bands.indexOf(band);
       key.style("swatch", "background-color", sourceColour(band.id < 0 ? Infinity : place));
