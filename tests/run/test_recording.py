@@ -71,7 +71,8 @@ def test_points_and_events_outlast_a_restart_and_none_is_repeated(serve: Serve) 
     served = serve()
     trainer = Trainer(served)
     trainer.train(10)
-    served.recorder.note("audit", "alice paused code", author="alice")
+    # Where comparing finds nothing of it, it stays what a caller did.
+    served.recorder.note("revision", "alice paused code", author="alice")
     served.recorder.step()
     first = points(served)
     assert first.sample_index[-1] == trainer.index == 40
@@ -102,6 +103,7 @@ def test_what_a_later_launch_takes_back_stays_and_is_marked(serve: Serve) -> Non
     revise(served, reason="more code", author="ada", set=[{"child": "code", "weight": 3}])
     served.recorder.step()
     served.restores.restore(sample_index=20, skip_samples=4)
+    served.recorder.note("pin", "next launch: at sample 20", author="bob")
     served.recorder.step()
     again = serve()
     trainer = Trainer(
@@ -125,12 +127,16 @@ def test_what_a_later_launch_takes_back_stays_and_is_marked(serve: Serve) -> Non
         "rewind",
         "skip",
     }
+    assert len(events) == 6
     (revision,) = [event for event in events if event.kind == "revision"]
     assert revision.author == "ada" and revision.text.endswith(": more code") and revision.rewound
-    assert happened(again, "rewind") == ["generation 2 goes back from sample 40 to 20"]
+    assert happened(again, "rewind") == [
+        "generation 2 goes back from sample 40 to 20 with 2 ranks and batches of 2 samples each"
+    ]
     assert happened(again, "skip") == [
         "from sample 20 on the run passes over 4 samples at sample 20"
     ]
+    assert [event.author for event in events if event.kind == "pin"] == ["bob"]
     assert happened(again, "pin") == [
         "the next launch is to begin at sample 20, and to pass over 4 samples at sample 20"
     ]
@@ -176,7 +182,7 @@ def test_an_old_ledger_tells_what_happened_before_there_was_a_history(place: Pla
     again = place.serve()
     again.recorder.end(20)
     kinds = [event.kind for event in again.history.events(NEVER, ALWAYS).events]
-    assert kinds == ["launch", "rewind", "launch"]
+    assert kinds == ["launch", "rewind"]
     assert (place.ledger_path.parent / "ledger.history.db").stat().st_mode & 0o777 == 0o600
 
 
@@ -199,6 +205,8 @@ def test_bad_rows_and_the_end_are_events_and_another_run_has_none_of_them(
     ]
     (end,) = happened(served, "end")
     assert end.startswith("the data end at sample ")
+    # What was asked for last stays, and nothing is committed any more.
+    assert (points(served).sources[0].target_share[-1], points(served).tokens_per_s[-1]) == (1, 0)
     place.stop()
     place.ledger_path.unlink()
     other = place.serve()
@@ -380,13 +388,15 @@ def test_losses_of_a_short_run_have_more_points_than_one_in_ten_seconds(place: P
             total_tokens=8 * trainer.index,
             step=step,
             sources={0: (1 / step, 8)},
-            loss=2.0,
+            loss=1 / step,
         )
         served.losses.add(served.coordinator.uid, 1, trainer.attempt, report)
         served.recorder.step(is_due=False)
     served.recorder.step()
     history = points(served)
-    assert history.step[-4:] == [2, 3, 4, 5] and history.loss[-1] == 2.0
+    assert history.step[-4:] == [2, 3, 4, 5]
+    # Where there is one source, its loss and that of all are the same, and smoothed alike.
+    assert history.loss[-4:] == history.sources[0].loss[-4:] and history.loss[-1] > 1 / 5
     assert history.sources[0].loss[-4:] == sorted(history.sources[0].loss[-4:], reverse=True)
 
 

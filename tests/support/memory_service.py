@@ -95,6 +95,7 @@ def report_stats(**figures: Any) -> ReportStats:
             "total_tokens": 2_097_152,
             "step": 512,
             "loss": 3.25,
+            "smoothed_loss": 3.3,
             "learning_rate": 6e-4,
             "age_s": 1.5,
         }

@@ -32,8 +32,8 @@ class SourceStats(SourceName):
     """One source. Counters are committed ones."""
 
     target_share: float
-    """Share of the next tokens that the weights in force ask for (0 to 1); 0 once the source gives nothing more. Which
-    tokens shares are of, the run's ``count`` says."""
+    """Share of the next tokens that the weights in force ask for (0 to 1); 0 once the source gives nothing more. Where
+    the data have ended, that of the last ones. Which tokens shares are of, the run's ``count`` says."""
     expected_share: float
     """Share of the run's tokens so far that the weights asked for, each while it was in force (0 to 1); 0 before the
     first."""
@@ -123,6 +123,8 @@ class ReportStats(Document):
     """Its own count."""
     loss: float | None
     """Over all sources; null where it was not reported."""
+    smoothed_loss: float | None
+    """The same over the last reports, as the sources' losses are smoothed."""
     learning_rate: float | None
     age_s: float
     """Seconds since it came."""
@@ -192,7 +194,7 @@ class RunState(RunDocument):
     total_tokens: int
     """Committed: the run's clock."""
     tokens_per_s: float
-    """Committed tokens per second over the last seconds."""
+    """Committed tokens per second over the last seconds; 0 once the data have ended."""
     waiting_for: str
     """What production waits for; empty while it works."""
     waiting_reason: WaitReason | None

@@ -20,6 +20,9 @@ from tokenloom_server.run.history import Event
 #: A rank that is away, and was heard before, is lost after so long a silence: one whose connection broke comes back.
 LOST_AFTER_S = 15.0
 
+#: Kinds that comparing finds, too; what of them it does not find is an audit event.
+_OF_CALLERS = frozenset({"launch", "pin", "revision"})
+
 
 class Seen(NamedTuple):
     """Up to where a run's events are recorded."""
@@ -138,18 +141,19 @@ def _launches(look: Look) -> Iterator[Event]:
     for opening in look.openings:
         start, number = opening.start_index, opening.generation
         origin = Origin.from_json(opening.parent_run)
-        if origin is not None and not opening.parent:
-            text = f"the run begins where run {origin.run} stood at sample {origin.sample_index:,}"
-            yield look.event("fork", text, start, number, opening.opened_at)
         came_to = look.reached.get(number - 1, 0)
-        if start < came_to:
+        kind: EventKind = "launch"
+        text = f"generation {number} begins at sample {start:,}"
+        if origin is not None and not opening.parent:
+            kind = "fork"
+            text += f", where run {origin.run} stood at sample {origin.sample_index:,},"
+        elif start < came_to:
+            kind = "rewind"
             text = f"generation {number} goes back from sample {came_to:,} to {start:,}"
-            yield look.event("rewind", text, start, number, opening.opened_at)
-        text = (
-            f"generation {number} begins at sample {start:,} with {opening.world_size:,} ranks and batches of "
-            f"{opening.batch_size:,} samples each"
+        text += (
+            f" with {opening.world_size:,} ranks and batches of {opening.batch_size:,} samples each"
         )
-        yield look.event("launch", text, start, number, opening.opened_at)
+        yield look.event(kind, text, start, number, opening.opened_at)
 
 
 def _revisions(known: Sequence[float], look: Look) -> Iterator[Event]:
@@ -241,3 +245,19 @@ def _of_ranks(seen: Seen, after: Seen, look: Look) -> Iterator[Event]:
         yield look.now("straggler", look.stats.straggler.text)
     elif seen.stragglers and not after.stragglers:
         yield look.now("straggler", "no rank holds the others up any more")
+
+
+def with_authors(events: Sequence[Event], noted: Sequence[Event]) -> list[Event]:
+    """What was found by comparing and what a caller noted of the same act, as one event, whose author that caller is
+    if it has none; whatever else is noted follows as it is."""
+    found, rest = [*events], []
+    same = {"fork": "launch", "rewind": "launch"}
+    open_to = [same.get(event.kind, event.kind) for event in found]
+    for event in reversed(noted):
+        if event.kind in open_to:
+            at = len(open_to) - 1 - open_to[::-1].index(event.kind)
+            open_to[at] = ""
+            found[at] = found[at]._replace(author=found[at].author or event.author)
+        else:
+            rest.append(event._replace(kind="audit") if event.kind in _OF_CALLERS else event)
+    return [*found, *reversed(rest)]

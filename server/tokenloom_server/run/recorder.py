@@ -21,7 +21,7 @@ from tokenloom_server.order.replay import Replay
 from tokenloom_server.reports.history import EventKind
 from tokenloom_server.reports.stats import RunStats
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.events import Look, Seen, compared
+from tokenloom_server.run.events import Look, Seen, compared, with_authors
 from tokenloom_server.run.history import Event, is_kept, point_text
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.stats import StatsReader
@@ -30,9 +30,9 @@ _log = logging.getLogger(__name__)
 
 #: Points and events are written at most this often, seconds.
 EVERY_S = 10.0
-#: The recorder wakes this often, seconds: to see whether the ledger can be reached, and losses of a run's beginning.
+#: The recorder wakes this often, seconds: to see whether the ledger can be reached, and points of a run's beginning.
 LOOK_S = 1.0
-#: So many points of a run may be nearer than ``EVERY_S`` to each other, where losses are reported.
+#: So many points of a run may be nearer than ``EVERY_S`` to each other: a run may be short.
 FIRST_POINTS = 100
 #: Events that are kept, of those that are rare and of those that are not; and noted between two writes.
 MAX_EVENTS, MAX_NOTED = 1000, 1000
@@ -112,7 +112,8 @@ class Recorder(Loop):
         self._sought: tuple[str, int] | None = None
         # Points that are not written yet, numbered when they are.
         self._points: list[_Point] = []
-        self._reported: object = None
+        #: What was committed and reported at the last point that was nearer than ``EVERY_S``.
+        self._moved: object = None
         #: What is written at once, for nothing in the ledger tells of it.
         self._urgent: object = None
         self._away_since: float | None = None
@@ -169,13 +170,14 @@ class Recorder(Loop):
             )
             self._away_since = None
         stored, newest = self._stored, self._losses.newest()[0]
-        reported = newest.sample_index if newest is not None else None
+        moved = coordinator.committed_through, newest and newest.sample_index
         if (
             stored is not None
+            and moved[0]
             and stored.next_number("points") < FIRST_POINTS
-            and reported != self._reported
+            and moved != self._moved
         ):
-            self._reported = reported
+            self._moved = moved
             self._points = [*self._points, self._point(self._stats.read())][:FIRST_POINTS]
 
     def _write(self, store: HistoryStore) -> None:
@@ -193,6 +195,7 @@ class Recorder(Loop):
                 stats = self._with_end(stats)
                 self._sought = stored.run if stats.ended is None else None
         seen, events = compared(stored.seen, self._look_at(stats, stored))
+        events = with_authors(events, noted)
         points, last = self._points, self._point(stats)
         if last.place != (points[-1].place if points else stored.last):
             points = [*points, last]
@@ -202,7 +205,7 @@ class Recorder(Loop):
             HistoryEntry("points", number, max(least, point.time), point.text)
             for number, point in enumerate(points, stored.next_number("points"))
         ]
-        for number, event in enumerate([*events, *noted], stored.next_number("events", "frequent")):
+        for number, event in enumerate(events, stored.next_number("events", "frequent")):
             kind: Kind = "frequent" if event.kind in _FREQUENT else "events"
             put.append(HistoryEntry(kind, number, event.time, event.as_json()))
         if not put:

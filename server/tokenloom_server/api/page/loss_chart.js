@@ -23,7 +23,7 @@ export class LossChart {
     const byId = new Map(curves.sources.map((source) => [source.id, source]));
     const shown = order.map((id) => byId.get(id)).filter((source) => source && hasLoss(source)).slice(0, COLOURS);
     const points = shownPoints(curves, false);
-    this.view.slot("losses").hidden = !shown.length || points.length < 2;
+    this.view.slot("losses").hidden = !shown.length || points.length < 2; // a curve needs two
     if (this.view.slot("losses").hidden) return;
     const column = (values) => points.map((at) => values[at]);
     this.lines = [{ id: -1, alias: "all sources", values: column(curves.loss) }, ...shown.map(({ id, alias, loss: own }) => ({ id, alias, values: column(own) }))];
