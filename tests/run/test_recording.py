@@ -94,6 +94,10 @@ def test_points_and_events_outlast_a_restart_and_none_is_repeated(serve: Serve) 
         "alice paused code",
         "server one took the lead again, at server epoch 2",
     ]
+    # What the list of runs shows, of before the restart, too.
+    assert again.recorder.recent.rates == points(again).tokens_per_s
+    last = again.recorder.recent.last_event
+    assert last is not None and last.text == happened(again)[-1]
     assert points(again).run == RUN and not any(points(again).rewound)
 
 

@@ -44,6 +44,7 @@ from tokenloom_server.reports.stats import (
     SourceStats,
 )
 from tokenloom_server.reports.trace import TracedDocument, TracedMicroStep, TracedRank, TracedSample
+from tokenloom_server.run.recorder import Recent
 
 #: With a part for each metric about it.
 ACCESS = Access(tls=cast("Any", SimpleNamespace(is_stale=False)))
@@ -372,6 +373,7 @@ class MemoryService(Runs):
     without_text: bool = False
     """Whether the runs have no tokeniser."""
     rpc_errors: LabelledCounter = field(default_factory=lambda: LabelledCounter(threading.Lock()))
+    recent: dict[str, Recent] = field(default_factory=dict)
     measures: dict[str, Measures] = field(default_factory=dict)
     """By run."""
 
@@ -410,7 +412,9 @@ class MemoryService(Runs):
 
         return SimpleNamespace(
             coordinator=SimpleNamespace(name=run, pins=SimpleNamespace(pin=None)),
-            recorder=SimpleNamespace(note=lambda *_, **__: None),
+            recorder=SimpleNamespace(
+                note=lambda *_, **__: None, recent=self.recent.get(run, Recent())
+            ),
             measures=self.measures.setdefault(run, run_measures()),
             stats=owner(read=self.stats),
             losses=owner(read=self.losses),

@@ -269,6 +269,24 @@ class RunStats(RunState):
     ranks: list[RankStats]
 
 
+class Deviation(Document):
+    """How far a source is from its plan."""
+
+    alias: str
+    share: float
+    """Its share of the tokens so far, less the one that the weights asked for (-1 to 1)."""
+
+
+class NewestEvent(Document):
+    """What happened last to a run."""
+
+    kind: str
+    time: float
+    """Unix time, seconds."""
+    text: str
+    """One sentence."""
+
+
 class RunSummary(RunState):
     """What a list of runs says of one."""
 
@@ -277,9 +295,17 @@ class RunSummary(RunState):
     seconds_left: float | None
     """Until the data end at the present rate, by the rows that are left; null where nothing moves, where a source has
     no limit, or where that is not known."""
+    deviation: Deviation | None
+    """Of the source that is furthest from its plan; null where none is by more than one sample."""
+    rates: list[float]
+    """Tokens per second at the newest points of its history, oldest first; empty where this server does not lead."""
+    last_event: NewestEvent | None
+    """Null where this server does not lead, or nothing has happened yet."""
 
     @classmethod
-    def of_stats(cls, stats: RunStats) -> RunSummary:
+    def of_stats(
+        cls, stats: RunStats, rates: Sequence[float] = (), last_event: NewestEvent | None = None
+    ) -> RunSummary:
         left = [source.remaining_samples for source in stats.sources if source.target_share > 0]
         seconds_left = None
         if None not in left and stats.tokens_per_s > 0:
@@ -287,11 +313,21 @@ class RunSummary(RunState):
                 sum(count or 0 for count in left) * stats.sequence_length / stats.tokens_per_s
             )
         states = [rank.state for rank in stats.ranks]
+        off = max(
+            (
+                Deviation(alias=source.alias, share=source.actual_share - source.expected_share)
+                for source in stats.sources
+            ),
+            key=lambda deviation: abs(deviation.share),
+        )
         return cls.of(
             stats,
             ranks_connected=states.count("connected"),
             ranks_away=states.count("away"),
             seconds_left=seconds_left,
+            deviation=off if abs(off.share) * stats.sample_index > 1 else None,
+            rates=[*rates],
+            last_event=last_event,
         )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import NamedTuple
 
 from tokenloom_proto.threads import Loop
@@ -19,7 +20,7 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.history import HistoryEntry, HistoryStore, Kind
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.reports.history import EventKind
-from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.reports.stats import NewestEvent, RunStats
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.events import Look, Seen, compared, with_authors
 from tokenloom_server.run.history import Event, is_kept, point_text
@@ -36,6 +37,8 @@ LOOK_S = 1.0
 FIRST_POINTS = 100
 #: Events that are kept, of those that are rare and of those that are not; and noted between two writes.
 MAX_EVENTS, MAX_NOTED = 1000, 1000
+#: Points that a list of runs shows the rates of.
+RECENT_POINTS = 60
 #: Points are thinned out once for so many that are added.
 THIN_EVERY = 32
 _FREQUENT = frozenset({"audit", "bad_rows", "failover", "ledger", "pin", "rank", "straggler"})
@@ -54,6 +57,24 @@ class _Point(NamedTuple):
     text: str
 
 
+class Recent(NamedTuple):
+    """The newest of a history: tokens per second of its points, and its last event."""
+
+    rates: Sequence[float] = ()
+    last_event: NewestEvent | None = None
+
+    def after(self, entries: Iterable[HistoryEntry]) -> Recent:
+        """With what was written since."""
+        rates, last = [*self.rates], self.last_event
+        for entry in entries:
+            if entry.kind == "points":
+                rates.append(json.loads(entry.text)["tokens_per_s"])
+            elif entry.kind != "mark" and (last is None or entry.time >= last.time):
+                event = Event(**json.loads(entry.text))
+                last = NewestEvent(kind=event.kind, time=event.time, text=event.text)
+        return Recent(rates[-RECENT_POINTS:], last)
+
+
 class _Stored:
     """What the store holds of a run, by the one server that writes there."""
 
@@ -67,7 +88,11 @@ class _Stored:
         }
         for entry in store.entries(uid, stream, *self.entries):
             self.entries[entry.kind].append(entry)
-        texts = store.read(uid, stream, [*self.entries["mark"], *self.entries["points"][-1:]])
+        last = self.entries["points"][-RECENT_POINTS:], self.entries["events"][-1:]
+        texts = store.read(
+            uid, stream, [*self.entries["mark"], *chain(*last), *self.entries["frequent"][-1:]]
+        )
+        self.recent = Recent().after(texts)
         self.seen = next((Seen.read(entry.text) for entry in texts if entry.kind == "mark"), Seen())
         #: Generation and sample index of the last point.
         self.last = (0, 0)
@@ -105,6 +130,7 @@ class Recorder(Loop):
         self._losses = losses
         self._holder = holder
         self._store = coordinator.ledger.history()
+        self.recent = Recent()
         self._noted: deque[Event] = deque(maxlen=MAX_NOTED)
         # None until this server leads, and once another one does.
         self._stored: _Stored | None = None
@@ -188,6 +214,7 @@ class Recorder(Loop):
         stored, stats, noted = self._stored, self._stats.read(), list(self._noted)
         if stored is None or stored.run != (coordinator.uid, epoch):
             stored = self._stored = _Stored(store, *of_run, epoch)
+            self.recent = stored.recent
             is_known = (
                 stored.last == (stats.generation, stats.sample_index) or self._sought == stored.run
             )
@@ -227,6 +254,7 @@ class Recorder(Loop):
         stored.seen, stored.last = seen, last.place
         self._stored = stored
         self._points = []
+        self.recent = self.recent.after(put)
         for event in events:
             if event.kind in _LOGGED:
                 _log.log(_LOGGED[event.kind], "%s: %s", coordinator.name, event.text)

@@ -69,7 +69,6 @@ export function pinNote(pin) {
 export function wrongOf(run) {
   if (run.error) return run.error;
   if (!run.ledger.available) return `The ledger is away: ${run.ledger.error ?? "no reason known"}`;
-  if (run.ended) return `The data has ended: ${run.ended}`;
   if (run.warning) return run.warning;
   return run.generation > 0 && stateOf(run, run.ranks_connected, run.ranks_away)[0] === "warn" ? paceNote(run) : "";
 }
