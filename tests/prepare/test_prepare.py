@@ -38,7 +38,7 @@ from tokenloom_server.prepare.journal import Journal
 from tokenloom_server.prepare.preparer import Done, OnRows, prepare
 from tokenloom_server.prepare.shards import ShardFormat, ShardWriter
 from tokenloom_server.sources import lines
-from tokenloom_server.storage.drafts import checksum
+from tokenloom_server.storage.file import checksum
 from tokenloom_server.storage.folder import Folder
 
 

@@ -10,7 +10,7 @@ from support.sources import opened, rows_of
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.jsonl import probe
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import LocalFile
 
 
 def written(tmp_path: Path, *rows: str) -> Source:

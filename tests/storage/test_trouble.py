@@ -31,7 +31,7 @@ from tokenloom_server.storage import io_stats, remote
 from tokenloom_server.storage.file import Range
 from tokenloom_server.storage.hedged_read import HedgedRead, is_final, reason_of
 from tokenloom_server.storage.io_stats import COMMAND_S, IoStats, RetryPolicy, given_up_soon
-from tokenloom_server.storage.open import open_file
+from tokenloom_server.storage.remote import open_file
 
 Read = tuple[str, int, int]
 #: Impatient enough for a test; errors come after seconds, not minutes.

@@ -27,7 +27,7 @@ from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.boot_clock import boot_id
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.run.timeouts import Timeouts
-from tokenloom_server.storage.drafts import write_whole
+from tokenloom_server.storage.file import write_whole
 
 if TYPE_CHECKING:
     from tokenloom_server.api.run_folder import RunFolder

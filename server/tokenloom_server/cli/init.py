@@ -177,7 +177,7 @@ def init(
     from tokenloom_server.catalog import environment_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.sources.catalog import sources_of
-    from tokenloom_server.storage.drafts import write_whole
+    from tokenloom_server.storage.file import write_whole
     from tokenloom_server.tokenizer.files import tokenizer_files
 
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"

@@ -163,7 +163,7 @@ def _compare_all(out: Console, manifest: Manifest, base_dir: Path, *, record: bo
 
     from tokenloom_server.cli.progress import Progress
     from tokenloom_server.prepare.preparer import DIGESTS
-    from tokenloom_server.storage.drafts import checksum, write_whole
+    from tokenloom_server.storage.file import checksum, write_whole
     from tokenloom_server.storage.urls import is_remote
 
     path, digests = base_dir / DIGESTS, {}

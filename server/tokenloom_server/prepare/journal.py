@@ -21,7 +21,7 @@ from tokenloom_server.config.differences import changes, shown
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.prepare.job import Job, Task
 from tokenloom_server.sources.files import in_threads
-from tokenloom_server.storage.drafts import checksum
+from tokenloom_server.storage.file import checksum
 from tokenloom_server.storage.folder import Folder
 
 _log = logging.getLogger(__name__)

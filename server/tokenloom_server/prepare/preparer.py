@@ -25,7 +25,7 @@ from tokenloom_server.prepare.shards import COLUMN, ShardFormat, ShardWriter
 from tokenloom_server.prepare.transformed import read_transformed
 from tokenloom_server.sources import short_form
 from tokenloom_server.sources.base import Content
-from tokenloom_server.storage.drafts import checksum
+from tokenloom_server.storage.file import checksum
 from tokenloom_server.storage.folder import Folder
 from tokenloom_server.tokenizer.files import BYTES_TOKENIZER, FILES, TOKENIZER_FILE, tokenizer_file
 from tokenloom_server.workers.processes import Transform

@@ -19,12 +19,10 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError, TokenloomError, reason
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.storage import pointers
-from tokenloom_server.storage.file import File
-from tokenloom_server.storage.hub.files import is_hub
+from tokenloom_server.storage.file import File, LocalFile
+from tokenloom_server.storage.hub_repository import is_hub
 from tokenloom_server.storage.io_stats import IoStats
-from tokenloom_server.storage.local import LocalFile
-from tokenloom_server.storage.open import open_file
-from tokenloom_server.storage.remote import REMEDY, Entry, RemoteFile, stat
+from tokenloom_server.storage.remote import REMEDY, Entry, RemoteFile, open_file, stat
 from tokenloom_server.storage.urls import is_remote
 
 #: How much of a file's head, and of its end, goes into its fingerprint.

@@ -25,8 +25,7 @@ from tokenloom_server.sources.row_index import IndexedSource, RowEnds, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.sharded import no_rows
 from tokenloom_server.storage.arrow_input import FileStream
-from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import File, LocalFile, Range
 
 _log = logging.getLogger(__name__)
 

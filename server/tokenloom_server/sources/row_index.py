@@ -22,8 +22,7 @@ from tokenloom_proto.file_errors import reason
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.storage.file import File
-from tokenloom_server.storage.local import LocalFile, replaced
+from tokenloom_server.storage.file import File, LocalFile, replaced
 
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from tokenloom_server.sources.endings import ending_of
 from tokenloom_server.sources.locations import matching_entries
 from tokenloom_server.sources.open import columns_of
 from tokenloom_server.sources.scheme import Scheme, scheme_of
-from tokenloom_server.storage.hub.files import is_hub
+from tokenloom_server.storage.hub_repository import is_hub
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 

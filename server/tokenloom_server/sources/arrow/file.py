@@ -13,8 +13,7 @@ import pyarrow.ipc
 from tokenloom_server.sources.arrow import headers
 from tokenloom_server.sources.base import TensorFile
 from tokenloom_server.storage.arrow_input import for_arrow
-from tokenloom_server.storage.file import File
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import File, LocalFile
 
 
 class ArrowFile(NamedTuple):

@@ -19,8 +19,7 @@ from tokenloom_server.sources.base import Rows
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import File, LocalFile, Range
 from tokenloom_server.storage.urls import is_remote
 
 _Out = TypeVar("_Out")

@@ -18,8 +18,7 @@ from tokenloom_server.sources.scheme import ReadRequest, Scheme
 from tokenloom_server.storage import listing, pointers
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats
-from tokenloom_server.storage.open import open_file
-from tokenloom_server.storage.remote import Entry
+from tokenloom_server.storage.remote import Entry, open_file
 
 #: What a saved dataset says of its files, and a folder of saved datasets of its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"

@@ -2,7 +2,7 @@
 
 It is given a folder with the names of the repository's files, all empty, and the part of the card that speaks of
 configs. To `datasets` a folder and a repository have the same rules, so nothing of them stands here; and it needs no
-network, so that tokens, retries, the cache and working offline are those of ``storage.hub``.
+network, so that tokens, retries, the cache and working offline are those of ``storage.hub_client``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import yaml
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.storage.hub.client import INSTALL
-from tokenloom_server.storage.hub.repository import Repository
+from tokenloom_server.storage.hub_client import INSTALL
+from tokenloom_server.storage.hub_repository import Repository
 from tokenloom_server.storage.yaml_bounds import check_yaml
 
 _log = logging.getLogger(__name__)

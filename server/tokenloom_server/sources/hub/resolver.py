@@ -16,9 +16,8 @@ from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.hub.layout import ConfigFiles, Conversion, Layout, LayoutError
 from tokenloom_server.sources.hub.location import HubLocation
 from tokenloom_server.sources.scheme import Scheme
-from tokenloom_server.storage.hub.client import HubBusy, HubClient, HubRefused
-from tokenloom_server.storage.hub.files import HubPath
-from tokenloom_server.storage.hub.repository import Repository, open_repository, url_of
+from tokenloom_server.storage.hub_client import HubBusy, HubClient, HubRefused
+from tokenloom_server.storage.hub_repository import HubPath, Repository, open_repository, url_of
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

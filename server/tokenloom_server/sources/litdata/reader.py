@@ -25,8 +25,7 @@ from tokenloom_server.sources.indexed_folder import ListedFile
 from tokenloom_server.sources.litdata.index import BOOLEANS, LitdataChunk, LitdataIndex, id_type
 from tokenloom_server.sources.samples import DAMAGED, Column, ReadAt, Samples, SampleSource, Spans
 from tokenloom_server.sources.scheme import ReadRequest
-from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import File, LocalFile, Range
 
 #: How a file of frames begins, and one with record batches ends.
 FRAMES, BATCHES = b"LDFZ01\0\0", b"LDARW01\0"

@@ -25,8 +25,7 @@ from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
 from tokenloom_server.storage.arrow_input import for_arrow
-from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import File, LocalFile, Range
 from tokenloom_server.storage.remote import RemoteFile
 
 _log = logging.getLogger(__name__)

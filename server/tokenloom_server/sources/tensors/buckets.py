@@ -26,7 +26,7 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.progress import reported
 from tokenloom_server.sources.tensors.source import FeatureSource
-from tokenloom_server.storage.local import replaced
+from tokenloom_server.storage.file import replaced
 
 _log = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from tokenloom_server.sources.tensors.column import (
     item_bytes,
 )
 from tokenloom_server.sources.tensors.decoded import DecodedColumn, LocatedRows, Values, joined
-from tokenloom_server.storage.file import File
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import File, LocalFile
 
 #: Decoded parts that a source keeps for the next batches, bytes; the one in use is kept in any case.
 KEPT_BYTES = 256 * 2**20
