@@ -33,7 +33,7 @@ from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.packing.base import Batch
 from tokenloom_server.packing.buckets import Epochs
-from tokenloom_server.sources.tensors.buckets import BucketIndex
+from tokenloom_server.sources.tensor_buckets import BucketIndex
 
 SIZE = 4
 

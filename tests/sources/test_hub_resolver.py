@@ -8,7 +8,7 @@ import pytest
 from support.catalog import hub_resolver, spec_of
 from support.hub import CONVERSION, Repo, StandInHub, blob_id, card, files, hash_of
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources.hub.location import HubLocation
+from tokenloom_server.sources.hub import HubLocation
 
 
 def paths(spec: str) -> list[str]:

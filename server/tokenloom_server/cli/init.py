@@ -374,7 +374,7 @@ def _mixture_text(
 ) -> str:
     """The mixture file. Weights are the sources' parts of all tokens, or where these are not known of all bytes. JSON's
     texts and numbers are YAML's."""
-    from tokenloom_server.sources.endings import codec_of
+    from tokenloom_server.sources.files import codec_of
 
     if measured is None:
         sizes = {alias: source.size for alias, source in sources.items()}

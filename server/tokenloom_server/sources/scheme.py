@@ -17,8 +17,14 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.base import Content, Shard, Source, TensorFile
-from tokenloom_server.sources.endings import CODECS, ending_of
-from tokenloom_server.sources.files import in_threads, open_shard, shard_at, shards_of
+from tokenloom_server.sources.files import (
+    CODECS,
+    ending_of,
+    in_threads,
+    open_shard,
+    shard_at,
+    shards_of,
+)
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import Entry

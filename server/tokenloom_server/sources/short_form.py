@@ -24,7 +24,7 @@ from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError, StorageError, reason
 from tokenloom_server.sources.catalog import SourceCatalog
-from tokenloom_server.sources.endings import ending_of
+from tokenloom_server.sources.files import ending_of
 from tokenloom_server.sources.locations import matching_entries
 from tokenloom_server.sources.open import columns_of
 from tokenloom_server.sources.scheme import Scheme, scheme_of

@@ -15,8 +15,7 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.catalog import SourceCatalog
-from tokenloom_server.sources.endings import codec_of
-from tokenloom_server.sources.files import gap_warning, shards_of
+from tokenloom_server.sources.files import codec_of, gap_warning, shards_of
 from tokenloom_server.sources.locations import is_named
 from tokenloom_server.sources.open import columns_of
 from tokenloom_server.sources.scheme import Scheme

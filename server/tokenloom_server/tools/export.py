@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from tokenloom_server.errors import ConfigError, reason
 from tokenloom_server.sources import arrays
-from tokenloom_server.sources.megatron.reader import HEADER, MAGIC, TYPES, VERSION
+from tokenloom_server.sources.megatron import HEADER, MAGIC, TYPES, VERSION
 from tokenloom_server.storage.file import checksum, draft_of, publish
 from tokenloom_server.tools.peek.range import SampleRange
 from tokenloom_server.tools.peek.samples import PeekedSample, format_of

@@ -19,14 +19,17 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Shard, TensorFile
 from tokenloom_server.sources.scheme import ReadRequest, scheme_of
-from tokenloom_server.sources.tensors.column import (
+from tokenloom_server.sources.tensors import (
     RESERVED,
     STORED_AS,
     Column,
+    DecodedColumn,
+    LocatedRows,
+    Values,
     described,
     item_bytes,
+    joined,
 )
-from tokenloom_server.sources.tensors.decoded import DecodedColumn, LocatedRows, Values, joined
 from tokenloom_server.storage.file import File, LocalFile
 
 #: Decoded parts that a source keeps for the next batches, bytes; the one in use is kept in any case.

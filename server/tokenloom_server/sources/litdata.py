@@ -18,11 +18,16 @@ import pyarrow as pa
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import samples as sample_files
-from tokenloom_server.sources.arrow.reader import ArrowSource
+from tokenloom_server.sources.arrow import ArrowSource
 from tokenloom_server.sources.base import Rows, Shard, Source
 from tokenloom_server.sources.compressed import FREE_BYTES, MAX_RATIO
-from tokenloom_server.sources.indexed_folder import ListedFile
-from tokenloom_server.sources.litdata.index import BOOLEANS, LitdataChunk, LitdataIndex, id_type
+from tokenloom_server.sources.folder_schemes import (
+    BOOLEANS,
+    ListedFile,
+    LitdataChunk,
+    LitdataIndex,
+    id_type,
+)
 from tokenloom_server.sources.samples import DAMAGED, Column, ReadAt, Samples, SampleSource, Spans
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.storage.file import File, LocalFile, Range

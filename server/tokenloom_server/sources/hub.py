@@ -1,23 +1,67 @@
-"""From a split of a dataset on the Hub to its files at a commit."""
+"""``hf:ORG/NAME[/CONFIG][@REVISION]:SPLIT:COLUMN``: a split of a dataset on the Hugging Face Hub, and its files."""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenloom_server.config.spec import Spec
-from tokenloom_server.errors import SourceChanged, SourceError, StorageError
-from tokenloom_server.sources.base import Shard
-from tokenloom_server.sources.hub.layout import ConfigFiles, Conversion, Layout, LayoutError
-from tokenloom_server.sources.hub.location import HubLocation
-from tokenloom_server.sources.scheme import Scheme
+from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, StorageError
+from tokenloom_server.sources.base import Content, Shard, Source
+from tokenloom_server.sources.hub_layout import ConfigFiles, Conversion, Layout, LayoutError
+from tokenloom_server.sources.scheme import Finder, ReadRequest, Scheme
+from tokenloom_server.storage.file import File
 from tokenloom_server.storage.hub_client import HubBusy, HubClient, HubRefused
 from tokenloom_server.storage.hub_repository import HubPath, Repository, open_repository, url_of
+
+# The location of a spec of the Hub: ``ORG/NAME[/CONFIG][@REVISION]:SPLIT``.
+
+
+@dataclass(frozen=True, slots=True)
+class HubLocation:
+    """A split of a dataset. An old repository may have a ``NAME`` alone; a config needs the full name."""
+
+    repo: str
+    config: str | None
+    revision: str | None
+    """A branch, a tag, a commit, or a reference such as ``refs/convert/parquet``."""
+    split: str
+
+    @classmethod
+    def parse(cls, text: str) -> HubLocation:
+        """Raises ``ConfigError``, which does not name the source, for a part that is missing or cannot be a name."""
+        left, colon, split = text.partition(":")
+        if not colon:
+            raise ConfigError("the split or the column is missing")
+        named, at_sign, revision = left.partition("@")
+        parts = named.split("/", 2)
+        repo, config = "/".join(parts[:2]), parts[2] if len(parts) > 2 else None
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repo, re.ASCII):
+            raise ConfigError(
+                f"the repository is {repo!r}, expected ORG/NAME or ORG/NAME/CONFIG as the Hub has it"
+            )
+        if config is not None and (not config or re.search(r"[<>|?*/\\]", config)):
+            raise ConfigError(
+                f"the config is {config!r}, expected a name as the dataset's card has it"
+            )
+        if at_sign and (not revision or re.search(r"[\s~^?*\[\\]|\.\.", revision)):
+            raise ConfigError(
+                f"the revision is {revision!r}, expected a branch, a tag or a commit after the '@'"
+            )
+        if not re.fullmatch(r"\w[\w.-]*", split):
+            raise ConfigError(f"the split is {split!r}, expected a whole split such as 'train'")
+        return cls(repo, config, revision or None, split)
+
+
+# From a split of a dataset on the Hub to its files at a commit.
+
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -307,3 +351,84 @@ def _listed(names: Iterable[str]) -> str:
     return (", ".join(map(repr, shown[:LISTED])) or "none") + (
         f" and {more} more" if more > 0 else ""
     )
+
+
+class HubScheme(Scheme):
+    """Files of one commit of a dataset's repository, read by the scheme that their names say."""
+
+    name = "hf"
+    usage = "hf:ORG/NAME[/CONFIG][@REVISION]:SPLIT:COLUMN"
+    reads_any_row = True
+    has_commits = True
+    has_blank_lines = True
+
+    def __init__(self, file_schemes: Sequence[Scheme]) -> None:
+        """``file_schemes``: those that can read a repository's files, the preferred ones first."""
+        self._by_ending = {
+            ending: scheme for scheme in file_schemes for ending in scheme.all_endings
+        }
+
+    def parse(self, text: str) -> tuple[str, str]:
+        location, column = super().parse(text)
+        try:
+            HubLocation.parse(location)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; a source on the Hub is {self.usage}") from None
+        return location, column
+
+    def place(self, location: str) -> str:
+        """The repository's URL."""
+        return f"hf://datasets/{HubLocation.parse(location).repo}/"
+
+    def name_parts(self, location: str) -> list[str]:
+        where = HubLocation.parse(location)
+        return [
+            part
+            for part in (*where.repo.split("/"), where.config, where.split)
+            if part and part != "train"
+        ]
+
+    def finder(self) -> Finder:
+        resolver = HubResolver(self._by_ending)
+        return lambda spec, _: resolver.shards(spec)
+
+    def shards(self, spec: Spec, base_dir: Path) -> tuple[Shard, ...]:
+        return self.finder()(spec, base_dir)
+
+    def dataset(self, text: str) -> HubDataset:
+        """What ``ORG/NAME[/CONFIG][@REVISION]`` has, before there is a spec; see ``HubResolver.dataset``."""
+        return HubResolver(self._by_ending).dataset(text)
+
+    def splits(self, text: str) -> Mapping[str, tuple[Shard, ...]]:
+        dataset = self.dataset(text)
+        if dataset.config is None:
+            raise ConfigError(
+                f"hf:{text}: has the configs {', '.join(dataset.configs)}; name one, as hf:{text}/CONFIG"
+            )
+        return {
+            f"{text}:{split.name}": split.shards
+            for split in dataset.splits
+            if split.scheme is not None
+        }
+
+    def more_shards(
+        self, spec: Spec, known: tuple[Shard, ...], base_dir: Path
+    ) -> tuple[Shard, ...]:
+        """Raises ``SourceChanged``, too, where the known files are no longer as they were."""
+        return appended(spec, known, self.shards(spec, base_dir))
+
+    def paths(self, spec: Spec, base_dir: Path) -> tuple[str, ...]:
+        return tuple(shard.path for shard in self.shards(spec, base_dir))
+
+    def reader(self, shards: Sequence[Shard]) -> Scheme:
+        path = shards[0].path
+        scheme = reading_scheme(self._by_ending, path)
+        if scheme is None:
+            raise SourceError(f"no scheme reads {path!r}")
+        return scheme
+
+    def open(self, request: ReadRequest) -> Source:
+        return self.reader(request.shards).open(request)
+
+    def columns(self, file: File, path: str) -> Mapping[str, Content | None]:
+        raise NotImplementedError("a spec of the Hub names its column")

@@ -26,8 +26,8 @@ from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, files, row_index
 from tokenloom_server.sources.base import Content, Rows
+from tokenloom_server.sources.file_schemes import IDS, RAW_TYPES
 from tokenloom_server.sources.flat_ids import FlatIds
-from tokenloom_server.sources.id_scheme import IDS, RAW_TYPES
 from tokenloom_server.sources.row_index import IndexedSource, RowEnds, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.storage.file import File

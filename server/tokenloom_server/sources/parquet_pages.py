@@ -8,15 +8,112 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from tokenloom_server.sources.parquet import thrift
+from tokenloom_server.core.varint import varint
 from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File
+
+# Thrift's compact protocol, as far as the headers of Parquet files need it.
+#
+# Nothing is read outside of the bytes that were given: what is damaged raises ``ValueError`` or ``IndexError``.
+
+
+TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET = range(1, 11)
+STRUCT = 12
+
+#: An integer has at most 64 bits, seven in a byte.
+_MAX_SHIFT = 63
+
+#: A structure's fields by number, as far as they are read; enumerations are integers.
+Fields = dict[int, Any]
+
+
+def unsigned(data: Sequence[int], position: int) -> tuple[int, int]:
+    """A variable-length integer, and the position after it."""
+    value = shift = 0
+    while (byte := data[position]) > 0x7F:
+        value |= (byte & 0x7F) << shift
+        position += 1
+        shift += 7
+        if shift > _MAX_SHIFT:
+            raise ValueError(f"the integer before byte {position} has more than 64 bits")
+    return value | byte << shift, position + 1
+
+
+def read_struct(data: Sequence[int], position: int, depth: int = 2) -> tuple[Fields, int]:
+    """A structure's integers, booleans and, to a depth, structures; and the position after it."""
+    fields: Fields = {}
+    number = 0
+    while head := data[position]:
+        position += 1
+        kind = head & 15
+        if head > 15:
+            number += head >> 4
+        else:
+            number, position = _signed(data, position)
+        if I16 <= kind <= I64:
+            fields[number], position = _signed(data, position)
+        elif kind <= FALSE:
+            fields[number] = kind == TRUE
+        elif kind == STRUCT and depth > 1:
+            fields[number], position = read_struct(data, position, depth - 1)
+        else:
+            position = skip(data, position, kind)
+    return fields, position + 1
+
+
+def _signed(data: Sequence[int], position: int) -> tuple[int, int]:
+    value, position = unsigned(data, position)
+    return (value >> 1) ^ -(value & 1), position
+
+
+def list_header(data: Sequence[int], position: int) -> tuple[int, int, int]:
+    """How many items a list has, of which kind, and where the first one begins."""
+    length, kind = data[position] >> 4, data[position] & 15
+    if length < 15:
+        return length, kind, position + 1
+    length, position = unsigned(data, position + 1)
+    return length, kind, position
+
+
+def skip(data: Sequence[int], position: int, kind: int) -> int:
+    """The position after a value; of a structure, ``position`` may be that of any of its fields."""
+    if I16 <= kind <= I64:
+        while data[position] > 0x7F:
+            position += 1
+        return position + 1
+    if kind == STRUCT:
+        while head := data[position]:
+            position += 1
+            if head < 16:
+                position = skip(data, position, I16)
+            if head & 15 > FALSE:  # a field's boolean is its type
+                position = skip(data, position, head & 15)
+        return position + 1
+    if kind == BINARY:
+        length, position = unsigned(data, position)
+        return position + length
+    if kind in (LIST, SET):
+        length, kind, position = list_header(data, position)
+        for _ in range(length):
+            position = skip(data, position, kind)
+        return position
+    if kind in (TRUE, FALSE, BYTE):
+        return position + 1
+    if kind == DOUBLE:
+        return position + 8
+    raise ValueError(f"the value at byte {position} has the unknown type {kind}")
+
+
+def integer(value: int) -> bytes:
+    """An integer that is not negative, as a field has it."""
+    return varint(value << 1)
+
 
 MAGIC = b"PAR1"
 
@@ -103,18 +200,18 @@ def chunks(file: File, leaf: int) -> Iterator[Chunk]:
         raise Unusual("no footer, an encrypted one, or a very long one")
     data = _pread(file, length, size - 8 - length)
     position = _list_at(data, 0, 4)
-    groups, _, position = thrift.list_header(data, position)
+    groups, _, position = list_header(data, position)
     for _ in range(groups):
-        columns, _, position = thrift.list_header(data, _list_at(data, position, 1))
+        columns, _, position = list_header(data, _list_at(data, position, 1))
         if leaf >= columns:
             raise Unusual("a row group without the column")
         for _ in range(leaf):
-            position = thrift.skip(data, position, thrift.STRUCT)
-        fields, position = thrift.read_struct(data, position)
+            position = skip(data, position, STRUCT)
+        fields, position = read_struct(data, position)
         yield _chunk(fields)
         for _ in range(leaf + 1, columns):
-            position = thrift.skip(data, position, thrift.STRUCT)
-        position = thrift.skip(data, position, thrift.STRUCT)  # the rest of the row group
+            position = skip(data, position, STRUCT)
+        position = skip(data, position, STRUCT)  # the rest of the row group
 
 
 class Chunks:
@@ -145,16 +242,16 @@ def _list_at(data: bytes | memoryview, position: int, wanted: int) -> int:
     while head := data[position]:
         position += 1
         number += head >> 4
-        if number == wanted and head & 15 == thrift.LIST:
+        if number == wanted and head & 15 == LIST:
             return position
         if head < 16 or number >= wanted:
             break
-        if head & 15 > thrift.FALSE:
-            position = thrift.skip(data, position, head & 15)
+        if head & 15 > FALSE:
+            position = skip(data, position, head & 15)
     raise Unusual(f"a footer without field {wanted}")
 
 
-def _chunk(fields: thrift.Fields) -> Chunk:
+def _chunk(fields: Fields) -> Chunk:
     meta = fields.get(3)
     if not isinstance(meta, dict) or 8 in fields:
         raise Unusual("an encrypted column")
@@ -169,9 +266,7 @@ def pages(file: File, chunk: Chunk) -> Iterator[Page]:
     position, end, left = chunk.start, chunk.start + chunk.size, chunk.levels
     dictionary: Dictionary | None = None
     while left > 0:
-        header, length = thrift.read_struct(
-            file.read_at(position, min(HEADER_BYTES, end - position)), 0
-        )
+        header, length = read_struct(file.read_at(position, min(HEADER_BYTES, end - position)), 0)
         kind, size, stored = header[1], header[2], header[3]
         position += length
         if (
@@ -231,11 +326,9 @@ class CheckedPages(FileStream):
         after = position + len(data)
         while position < min(after, end):
             try:
-                fields, length = thrift.read_struct(data[position - after :], 0)
+                fields, length = read_struct(data[position - after :], 0)
             except IndexError:  # it reaches beyond
-                fields, length = thrift.read_struct(
-                    self._file.read_at(position, MOST_HEADER_BYTES), 0
-                )
+                fields, length = read_struct(self._file.read_at(position, MOST_HEADER_BYTES), 0)
             size, stored = fields[2], fields[3]
             if not 0 <= size <= self._most_bytes or not 0 <= stored <= end - position:
                 raise ValueError(
@@ -281,7 +374,7 @@ def _decompressed(codec: int, body: memoryview, size: int) -> memoryview:
         output = b""  # whatever the codec makes of nothing
     elif codec == _SNAPPY:
         # Arrow does not tell how many bytes it has written, but Snappy's data begins with it.
-        length, _ = thrift.unsigned(body, 0)
+        length, _ = unsigned(body, 0)
         output = pa.Codec(_CODECS[codec]).decompress(body, length) if length == size else b""
     else:
         stream = pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(body)), _CODECS[codec])

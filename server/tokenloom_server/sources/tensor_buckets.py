@@ -24,8 +24,8 @@ from tokenloom_proto.threads import pool
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
-from tokenloom_server.sources.progress import reported
-from tokenloom_server.sources.tensors.source import FeatureSource
+from tokenloom_server.sources.files import reported
+from tokenloom_server.sources.tensor_source import FeatureSource
 from tokenloom_server.storage.file import replaced
 
 _log = logging.getLogger(__name__)

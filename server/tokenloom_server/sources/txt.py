@@ -1,4 +1,4 @@
-"""Rows of plain text that are paragraphs, between blank lines, or whole files."""
+"""Rows of plain text: lines, paragraphs between blank lines, or whole files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,39 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, row_index
 from tokenloom_server.sources.base import Content, Rows
 from tokenloom_server.sources.compressed import text_stream
-from tokenloom_server.sources.endings import codec_of
-from tokenloom_server.sources.lines import BLOCK_BYTES, BOM, Block
+from tokenloom_server.sources.files import codec_of
+from tokenloom_server.sources.lines import BLOCK_BYTES, BOM, Block, not_utf8
 from tokenloom_server.sources.row_index import IndexedSource, RowEnds, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File, Range
+
+
+def decode(block: Block, where: str) -> Iterator[Rows]:
+    """The lines of a block as strings."""
+    strings, bad = _strings(block), not_utf8(block, where)
+    if bad:
+        strings = columns.without_nulls(columns.blanked(strings, bad))
+    yield from columns.pieces(Rows(block.first_row, strings, bad))
+
+
+def _strings(block: Block) -> pa.Array:
+    data, ends = block.data, block.ends
+    # A \r belongs to a line's end only where \n follows, so not at the end of an unfinished line.
+    returns = (np.frombuffer(data, np.uint8)[ends - 1] == 0x0D) & (ends > 0)
+    returns[-1] &= data.endswith(b"\n")
+    removed = np.arange(len(ends)) + np.cumsum(returns)
+    count = int(np.count_nonzero(returns))
+    if count and count == data.count(b"\r"):
+        data = data.replace(b"\r", b"")  # eight times as fast as the search for a pair
+    elif count:
+        data = data.replace(b"\r\n", b"\n")
+    text = data.replace(b"\n", b"")
+    wide = len(text) > np.iinfo(np.int32).max
+    offsets = np.zeros(len(ends) + 1, np.int64 if wide else np.int32)
+    offsets[1:] = ends - removed
+    kind = pa.LargeStringArray if wide else pa.StringArray
+    return kind.from_buffers(len(ends), pa.py_buffer(offsets), pa.py_buffer(text))
 
 
 class UnitsSource(IndexedSource):

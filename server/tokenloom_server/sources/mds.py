@@ -17,7 +17,7 @@ import xxhash
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import samples as sample_files
-from tokenloom_server.sources.mds.index import CODECS, ID_TYPES, IDS, MdsShard
+from tokenloom_server.sources.folder_schemes import MDS_CODECS, MDS_ID_TYPES, MDS_IDS, MdsShard
 from tokenloom_server.sources.samples import DAMAGED, Column, ReadAt, Samples, SampleSource, Spans
 from tokenloom_server.storage.file import File, Range
 
@@ -25,7 +25,7 @@ from tokenloom_server.storage.file import File, Range
 MAX_HEADER_BYTES = 1 << 20
 #: Encodings of text and of one number, and Arrow's types of them.
 KINDS = {"str": "large_string", "int": "int64"} | {
-    name: name for name in (*ID_TYPES, "float16", "float32", "float64")
+    name: name for name in (*MDS_ID_TYPES, "float16", "float32", "float64")
 }
 #: By the type of an array's numbers, the byte with which a value of ``ndarray`` begins.
 TYPE_CODES = {
@@ -59,7 +59,8 @@ class MdsSource(SampleSource):
 
     remedy = (
         "expected str, or ids: ndarray in one dimension, or bytes, where the spec says their type, as in "
-        f"'mds:DIR:FIELD:uint16' (one of {', '.join(ID_TYPES)}); write it anew as one of these (nothing is unpickled)"
+        f"'mds:DIR:FIELD:uint16' (one of {', '.join(MDS_ID_TYPES)}); write it anew as one of these (nothing is "
+        "unpickled)"
     )
 
     def _is_read_from_begin(self, shard: int) -> bool:
@@ -75,7 +76,7 @@ class MdsSource(SampleSource):
         field, _, id_type = self._spec.column.rpartition(":")
         typed = f"{encoding}:{id_type}" if field == name else encoding
         name = self._spec.column if field == name else name
-        ids = IDS.fullmatch(typed)
+        ids = MDS_IDS.fullmatch(typed)
         if ids is None:
             return Column(name, encoding, size, pa.type_for_alias(KINDS.get(typed, "large_binary")))
         has_shape = encoding.startswith("ndarray") and encoding.count(":") < 2
@@ -87,7 +88,7 @@ class MdsSource(SampleSource):
         size, where = entry.raw_data.bytes, self._where(self._shards[shard])
         read_at: ReadAt = file.read_at
         if self._is_read_from_begin(shard):
-            codec = CODECS[str(entry.compression).partition(":")[0]]
+            codec = MDS_CODECS[str(entry.compression).partition(":")[0]]
             read_at = sample_files.read_compressed(file, codec, size)
         if row == 0:
             read_at = _hashed(read_at, entry, where)

@@ -16,11 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns, files
+from tokenloom_server.sources import columns, files, parquet_lists, parquet_pages
 from tokenloom_server.sources.base import Content, Rows
-from tokenloom_server.sources.parquet import lists as parquet_lists
-from tokenloom_server.sources.parquet import pages as parquet_pages
-from tokenloom_server.sources.parquet.pages import CheckedPages, Chunks, Unusual
+from tokenloom_server.sources.parquet_pages import CheckedPages, Chunks, Unusual
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource
