@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.catalog import SourceCatalog

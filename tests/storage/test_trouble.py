@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from support.catalog import SOURCES, spec_of
 from support.ports import free_port
 from support.s3_server import BUCKET, s3_storage
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
 from tokenloom_server.sources import files, manifest
 from tokenloom_server.sources.base import Shard

@@ -17,7 +17,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from tokenloom_server.config.differences import changes, shown
+from tokenloom_server.config.order_fields import changes, shown
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.prepare.job import Job, Task
 from tokenloom_server.sources.files import in_threads

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 
-from tokenloom_server.config.catalog import Catalog
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Catalog, Spec
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources.file_schemes import (
     ArrowScheme,

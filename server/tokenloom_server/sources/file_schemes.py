@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from tokenloom_proto.files import read_file
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Shard, Source, TensorFile

@@ -17,7 +17,7 @@ from typing import TypeVar
 import xxhash
 from tokenloom_proto.threads import pool
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError, TokenloomError, reason
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.storage import pointers

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Shard, Source

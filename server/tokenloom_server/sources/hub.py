@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError, StorageError
 from tokenloom_server.sources.base import Content, Shard, Source
 from tokenloom_server.sources.hub_layout import ConfigFiles, Conversion, Layout, LayoutError

@@ -13,8 +13,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.config.catalog import SourceSchemes
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import SourceSchemes, Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Shard

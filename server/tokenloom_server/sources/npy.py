@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, files, row_index
 from tokenloom_server.sources.base import Content, Rows

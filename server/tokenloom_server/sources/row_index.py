@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 from tokenloom_proto.file_errors import reason
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.sources.base import Shard, Source
 from tokenloom_server.sources.files import in_threads, reported
 from tokenloom_server.sources.scheme import ReadRequest, scheme_of

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.config.row_rules import PLAIN, RowRules
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.base import Content, Shard, Source, TensorFile

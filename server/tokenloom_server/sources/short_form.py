@@ -20,8 +20,8 @@ import yaml
 from tokenloom_proto.files import resolved
 
 from tokenloom_server.config.batching import ALL_COLUMNS
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError, StorageError, reason
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.files import ending_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from posixpath import basename, commonpath, commonprefix, dirname, join
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.catalog import SourceCatalog

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.sources import arrays, columns, files
 from tokenloom_server.sources.base import Content, Rows, Shard, Source
