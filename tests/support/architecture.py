@@ -138,16 +138,13 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
         frozenset(
             {
                 *(
-                    f"{CLIENT}.batch.{name}" for name in ("device", "frame", "layout", "tensors")
+                    f"{CLIENT}.batch.{name}" for name in ("layout", "tensors")
                 ),  # layout: types alone
                 *(
                     f"{CLIENT}.connection.topology",
-                    f"{CLIENT}.job_server.launch",
+                    f"{CLIENT}.job_server.child_process",
                 ),  # the process group, where one is
-                *(
-                    f"{CLIENT}.datasets.{name}"
-                    for name in ("data_loader", "evaluation", "local", "peek", "peer_line")
-                ),
+                *(f"{CLIENT}.datasets.{name}" for name in ("local", "peer_line")),
                 *(f"{CLIENT}.datasets.{name}" for name in ("remote", "tensors", "training")),
                 *(f"{CLIENT}.clock.lr_scheduler", f"{CLIENT}.losses", INTEGRATIONS),
                 USES_CLIENT_AND_TORCH,
