@@ -8,7 +8,7 @@ from itertools import islice
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.columns import byte_sizes
-from tokenloom_server.sources.file_schemes import FILE, PARAGRAPH, TEXT_COLUMN, TxtScheme
+from tokenloom_server.sources.schemes import FILE, PARAGRAPH, TEXT_COLUMN, TxtScheme
 
 #: Of plain text, how many files are looked at, and how many bytes of each.
 FILES, HEAD_BYTES = 8, 1 << 18

@@ -7,18 +7,19 @@ from importlib import metadata
 
 from tokenloom_server.config.catalog import Catalog, Spec
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.sources.file_schemes import (
+from tokenloom_server.sources.hub import HubScheme
+from tokenloom_server.sources.scheme import Plugin, Scheme
+from tokenloom_server.sources.schemes import (
     ArrowScheme,
     JsonlScheme,
+    LitdataScheme,
+    MdsScheme,
     MegatronSamplesScheme,
     MegatronScheme,
     NpyScheme,
     ParquetScheme,
     TxtScheme,
 )
-from tokenloom_server.sources.folder_schemes import LitdataScheme, MdsScheme
-from tokenloom_server.sources.hub import HubScheme
-from tokenloom_server.sources.scheme import Plugin, Scheme
 from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 
 #: Schemes of single files: repositories of the Hub may hold such files, too.

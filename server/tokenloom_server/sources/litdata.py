@@ -21,7 +21,7 @@ from tokenloom_server.sources import samples as sample_files
 from tokenloom_server.sources.arrow import ArrowSource
 from tokenloom_server.sources.base import Rows, Shard, Source
 from tokenloom_server.sources.compressed import FREE_BYTES, MAX_RATIO
-from tokenloom_server.sources.folder_schemes import (
+from tokenloom_server.sources.indexed_folder import (
     BOOLEANS,
     ListedFile,
     LitdataChunk,

@@ -17,7 +17,7 @@ import xxhash
 
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import samples as sample_files
-from tokenloom_server.sources.folder_schemes import MDS_CODECS, MDS_ID_TYPES, MDS_IDS, MdsShard
+from tokenloom_server.sources.indexed_folder import MDS_CODECS, MDS_ID_TYPES, MDS_IDS, MdsShard
 from tokenloom_server.sources.samples import DAMAGED, Column, ReadAt, Samples, SampleSource, Spans
 from tokenloom_server.storage.file import File, Range
 

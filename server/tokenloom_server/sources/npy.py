@@ -26,10 +26,9 @@ from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import columns, files, row_index
 from tokenloom_server.sources.base import Content, Rows
-from tokenloom_server.sources.file_schemes import IDS, RAW_TYPES
 from tokenloom_server.sources.flat_ids import FlatIds
 from tokenloom_server.sources.row_index import IndexedSource, RowEnds, RowIndex
-from tokenloom_server.sources.scheme import ReadRequest
+from tokenloom_server.sources.scheme import IDS, RAW_TYPES, ReadRequest
 from tokenloom_server.storage.file import File
 
 _log = logging.getLogger(__name__)

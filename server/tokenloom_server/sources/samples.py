@@ -20,7 +20,7 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import Rows
 from tokenloom_server.sources.compressed import FREE_BYTES, MAX_RATIO, Decompressed
-from tokenloom_server.sources.folder_schemes import ListedFile
+from tokenloom_server.sources.indexed_folder import ListedFile
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.selection import Selection
 from tokenloom_server.sources.sharded import ShardedSource

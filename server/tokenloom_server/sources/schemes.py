@@ -1,4 +1,4 @@
-"""The schemes of files, each with what its specs say; rows are read by the module of the format's name.
+"""The schemes, but for that of the Hub, each with what its specs say; rows are read by the module of the format's name.
 
 What reads rows is imported when a source is opened: a spec is parsed without it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tokenloom_proto.files import read_file
 
@@ -16,8 +16,17 @@ from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Shard, Source, TensorFile
+from tokenloom_server.sources.indexed_folder import (
+    ITEM,
+    MDS_ID_TYPES,
+    Index,
+    IndexedFolderScheme,
+    ListedFile,
+    LitdataIndex,
+    MdsIndex,
+)
 from tokenloom_server.sources.locations import listed_names, matching_files, nearest_folder
-from tokenloom_server.sources.scheme import ReadRequest, Scheme
+from tokenloom_server.sources.scheme import RAW_TYPES, IdScheme, ReadRequest, Scheme
 from tokenloom_server.storage import listing, pointers
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats
@@ -244,39 +253,6 @@ def _data_files(names: Iterable[str]) -> list[str]:
     return [name for name in arrow_files if not name.startswith(("cache-", "tmp", "."))]
 
 
-# What schemes share whose files hold nothing but ids: the column need not be named.
-
-
-#: The column of sources that have nothing but ids.
-IDS = "ids"
-#: Types of ids in files that do not say it themselves.
-RAW_TYPES = ("uint16", "uint32", "int32")
-
-
-class IdScheme(Scheme):
-    """Mapped files of ids, whose one column is ``IDS``."""
-
-    has_columns = False
-    ends_documents = True
-    raw_types: ClassVar[tuple[str, ...]] = ()
-    """Those of ``RAW_TYPES`` that a spec may name instead of the column."""
-
-    def parse(self, text: str) -> tuple[str, str]:
-        """``LOCATION`` or ``LOCATION:COLUMN``; a colon before anything else is the location's."""
-        location, colon, column = text.rpartition(":")
-        if not colon or column not in (IDS, *self.raw_types):
-            location, column = text, IDS
-        if not location:
-            raise ConfigError(f"expected {self.usage}, with no part empty")
-        return location, column
-
-    def write(self, location: str, column: str) -> str:
-        return location if column == IDS else f"{location}:{column}"
-
-    def columns(self, file: File, path: str) -> Mapping[str, Content | None]:
-        return {IDS: Content.IDS}
-
-
 # ``npy:GLOB``: flat arrays of ids, in which an end-of-text id ends each document.
 #
 # Files of numpy and of llm.c say their type themselves; where a file is bare ids, the spec has it: ``npy:GLOB:uint16``.
@@ -409,3 +385,61 @@ class MegatronSamplesScheme(IdScheme):
         from tokenloom_server.sources.megatron import MegatronSamples
 
         return MegatronSamples(request)
+
+
+# ``mds:DIR:FIELD``: the shards that Mosaic streaming's ``MDSWriter`` wrote into a folder.
+#
+# Where a field is of bytes, or of arrays of any type, the spec says of which type its ids are:
+# ``mds:DIR:FIELD:uint16``.
+
+
+class MdsScheme(IndexedFolderScheme):
+    """Files of samples, raw or compressed; a row is a sample."""
+
+    name = "mds"
+    usage = "mds:DIR:FIELD"
+    endings = (".mds",)
+    index = MdsIndex
+
+    def parse(self, text: str) -> tuple[str, str]:
+        location, column = super().parse(text)
+        before, _, field = location.rpartition(":")
+        # A colon before a slash is that of a URL.
+        if column in MDS_ID_TYPES and before and field and "/" not in field:
+            return before, f"{field}:{column}"
+        return location, column
+
+    def open_files(
+        self, request: ReadRequest, index: Index, listed: Sequence[ListedFile]
+    ) -> Source:
+        from tokenloom_server.sources.mds import MdsSource
+
+        return MdsSource(request, listed)
+
+
+# ``litdata:DIR[:FIELD]``: the chunks that LitData's ``optimize`` wrote into a folder.
+
+
+class LitdataScheme(IndexedFolderScheme):
+    """Files of samples; a row is a sample."""
+
+    name = "litdata"
+    usage = "litdata:DIR[:FIELD]"
+    ends_documents = True
+    index = LitdataIndex
+
+    def parse(self, text: str) -> tuple[str, str]:
+        """``DIR`` or ``DIR:FIELD``; a colon before a slash is that of a URL."""
+        before, _, field = text.rpartition(":")
+        return super().parse(text if before and "/" not in field else f"{text}:{ITEM}")
+
+    def write(self, location: str, column: str) -> str:
+        return location if column == ITEM else f"{location}:{column}"
+
+    def open_files(
+        self, request: ReadRequest, index: Index, listed: Sequence[ListedFile]
+    ) -> Source:
+        from tokenloom_server.sources.litdata import open_chunks
+
+        assert isinstance(index, LitdataIndex), "the index is this scheme's"
+        return open_chunks(request, index, listed)

@@ -233,36 +233,6 @@ class MdsIndex(Index):
         }
 
 
-# ``mds:DIR:FIELD``: the shards that Mosaic streaming's ``MDSWriter`` wrote into a folder.
-#
-# Where a field is of bytes, or of arrays of any type, the spec says of which type its ids are:
-# ``mds:DIR:FIELD:uint16``.
-
-
-class MdsScheme(IndexedFolderScheme):
-    """Files of samples, raw or compressed; a row is a sample."""
-
-    name = "mds"
-    usage = "mds:DIR:FIELD"
-    endings = (".mds",)
-    index = MdsIndex
-
-    def parse(self, text: str) -> tuple[str, str]:
-        location, column = super().parse(text)
-        before, _, field = location.rpartition(":")
-        # A colon before a slash is that of a URL.
-        if column in MDS_ID_TYPES and before and field and "/" not in field:
-            return before, f"{field}:{column}"
-        return location, column
-
-    def open_files(
-        self, request: ReadRequest, index: Index, listed: Sequence[ListedFile]
-    ) -> Source:
-        from tokenloom_server.sources.mds import MdsSource
-
-        return MdsSource(request, listed)
-
-
 # What the ``index.json`` of LitData says of the chunks.
 
 
@@ -370,31 +340,3 @@ class LitdataIndex(Index):
             name: Content.TEXT if kind == "str" else Content.IDS if id_type(kind) else None
             for name, kind in zip(self.config.fields, self.config.data_format, strict=False)
         }
-
-
-# ``litdata:DIR[:FIELD]``: the chunks that LitData's ``optimize`` wrote into a folder.
-
-
-class LitdataScheme(IndexedFolderScheme):
-    """Files of samples; a row is a sample."""
-
-    name = "litdata"
-    usage = "litdata:DIR[:FIELD]"
-    ends_documents = True
-    index = LitdataIndex
-
-    def parse(self, text: str) -> tuple[str, str]:
-        """``DIR`` or ``DIR:FIELD``; a colon before a slash is that of a URL."""
-        before, _, field = text.rpartition(":")
-        return super().parse(text if before and "/" not in field else f"{text}:{ITEM}")
-
-    def write(self, location: str, column: str) -> str:
-        return location if column == ITEM else f"{location}:{column}"
-
-    def open_files(
-        self, request: ReadRequest, index: Index, listed: Sequence[ListedFile]
-    ) -> Source:
-        from tokenloom_server.sources.litdata import open_chunks
-
-        assert isinstance(index, LitdataIndex), "the index is this scheme's"
-        return open_chunks(request, index, listed)
