@@ -199,7 +199,7 @@ class ChildServer:
         command = [
             sys.executable,
             "-m",
-            "tokenloom_server",
+            "tokenloom_tools",
             "serve",
             str(self.mixture),
             "--grpc",
