@@ -17,6 +17,7 @@ import weakref
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -76,7 +77,7 @@ class Layout:
     def __init__(self, repository: Repository) -> None:
         """Raises ``LayoutError``, ``SourceError`` where `datasets` is missing, and what reading a repository raises."""
         try:
-            load = import_module("datasets.load")
+            self._datasets = import_module("datasets")
             folder = Path(tempfile.mkdtemp(prefix="tokenloom-hub-")).resolve()
         except ImportError as error:
             raise SourceError(
@@ -94,28 +95,29 @@ class Layout:
         self._root = folder / PurePosixPath(repository.name).name
         _write_names(repository, self._root)
         try:
-            self._module = load.dataset_module_factory(str(self._root), cache_dir=self._cache)
-            self._builder = load.get_dataset_builder_class(self._module)
             #: Names, in the card's order; ``default`` alone where it names none.
-            self.configs: list[str] = list(self._builder.builder_configs)
-        except (
-            Exception
-        ) as error:  # what a card can say has no end, and neither has what is raised for it
+            self.configs: list[str] = self._datasets.get_dataset_config_names(
+                str(self._root), cache_dir=self._cache
+            )
+        # What a card can say has no end, and neither has what is raised for it.
+        except Exception as error:
             raise self._refusal(error) from None
-        only = self.configs[0] if len(self.configs) == 1 else None
-        #: The config that is meant where none is named; None where the card says of none that it is.
-        self.default: str | None = self._builder.DEFAULT_CONFIG_NAME or only
+
+    @cached_property
+    def default(self) -> str | None:
+        """The config that is meant where none is named; None where the card says of none that it is."""
+        name: str | None = self._datasets.get_dataset_default_config_name(
+            str(self._root), cache_dir=self._cache
+        )
+        return name
 
     def files(self, config: str) -> ConfigFiles:
         """The files of one of ``configs``. Raises ``LayoutError``."""
-        options = {
-            **self._module.builder_kwargs,
-            "hash": self._module.hash,
-            "cache_dir": self._cache,
-        }
         try:
             with self._lock:
-                builder = self._builder(config_name=config, **options)
+                builder = self._datasets.load_dataset_builder(
+                    str(self._root), config, cache_dir=self._cache
+                )
             splits = {
                 str(split): self._paths(files) for split, files in builder.config.data_files.items()
             }
