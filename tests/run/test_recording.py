@@ -21,11 +21,10 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import LedgerUnavailable
 from tokenloom_server.ledger import sqlite_file
-from tokenloom_server.ledger.base import Ledger
-from tokenloom_server.ledger.history import HistoryEntry
+from tokenloom_server.ledger.base import HistoryEntry, Ledger
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.ledger.sqlite_history import SqliteHistory
+from tokenloom_server.ledger.sqlite_rows import SqliteHistory
 from tokenloom_server.reports.history import RunHistory
 from tokenloom_server.run.history import is_kept
 from tokenloom_server.run.losses import Report

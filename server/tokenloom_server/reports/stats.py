@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from tokenloom_server.config.described import Document
+from tokenloom_server.config.base import Document
 from tokenloom_server.core.rank_state import RankState
 from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.order.readers_stats import ReadersStats

@@ -17,7 +17,7 @@ from tokenloom_proto.threads import Loop
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.ledger.history import HistoryEntry, HistoryStore, Kind
+from tokenloom_server.ledger.base import HistoryEntry, HistoryStore, Kind
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.reports.history import EventKind
 from tokenloom_server.reports.stats import NewestEvent, RunStats
