@@ -17,6 +17,8 @@ import pytest
 from support.corpora import flat, order_of, parsed
 from support.sources import write_table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenloom_server.catalog import open_catalog
+from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SourceError, TokenizerError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
@@ -25,6 +27,7 @@ from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
 from tokenloom_server.tokenizer.definition import find_tokenizer
 from tokenloom_server.workers import chats
 from transformers import PreTrainedTokenizerFast
+from trl.data_utils import common_prefix_length
 
 SPECIAL = [
     "<|endoftext|>",
@@ -331,6 +334,88 @@ def test_a_template_that_cannot_say_what_the_assistants_tokens_are_is_refused_be
     spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
     with pytest.raises(TokenizerError, match=reason):
         _order(tmp_path, tokenizer, template or None, spec)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_answers_are_found_without_blocks_where_the_source_says_so(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, write: str
+) -> None:
+    rows = [
+        {"messages": chat, "tools": TOOLS if i % 2 else None} for i, chat in enumerate(CHATS + RICH)
+    ]
+    spec = WRITERS[write](tmp_path, rows)
+    of = {"chat_tools": "tools", "loss_on": "answers"}
+    end, line = "        {%- endgeneration %}\n", "        {{- '\\n' }}\n"
+    assert end + line in CHATML
+    plain = CHATML.replace(end, "").replace("{%- generation %}", "")
+    asks = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+
+    order = _order(tmp_path, tokenizer, plain + asks, spec, **of)
+    read = _read(order)
+    # As in TRL's training templates, the end of the last line counts.
+    tokenizer.chat_template = CHATML.replace(end + line, line + end)
+    if write in ("parquet", "arrow"):
+        rows = pa.Table.from_pylist(rows).to_pylist()
+    assert read == [_expected(tokenizer, row["messages"], row["tools"]) for row in rows]
+    assert (
+        json.loads(order.record.to_json())["config"]["mixture"]["children"][0]["loss_on"]
+        == "answers"
+    )
+
+
+PAIRS: list[dict[str, Any]] = [
+    {"id": 7, "prompt": "Snow?", "completion": " Lots."},
+    {"id": 8, "prompt": "日本 🥊", "completion": "🥊🥊!</s>"},
+    {"id": 9, "prompt": None, "completion": '"only" \\ {it}'},
+    {"id": 10, "prompt": "nothing follows", "completion": None},
+    {"id": 11, "prompt": "empty", "completion": ""},
+]
+
+
+@pytest.mark.parametrize("write", ["jsonl", "parquet", "arrow"])
+def test_of_a_text_the_completion_counts_and_its_end(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, write: str
+) -> None:
+    spec = WRITERS[write](tmp_path, PAIRS).replace(":messages", ":completion")
+    template = '{id}: {prompt}\n"A":{completion}\n'
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+    read = _read(order_of(tmp_path, _mixture(spec, template=template, loss_on="completion")))
+
+    for pair, (ids, mask) in zip(PAIRS, read, strict=True):
+        if pair["completion"] is None:
+            assert not ids
+            continue
+        prompt = f'{pair["id"]}: {pair["prompt"] or ""}\n"A":'
+        engine = tokenizer.backend_tokenizer
+        engine.encode_special_tokens = True
+        encoded = engine.encode(f"{prompt}{pair['completion']}\n", add_special_tokens=False)
+        ends = [tokenizer.eos_token_id]
+        assert ids == encoded.ids + ends
+        assert mask == [int(end > len(prompt)) for _, end in encoded.offsets] + [1]
+        # As TRL marks it, where no token reaches over the edge.
+        alone = engine.encode(prompt, add_special_tokens=False).ids
+        assert mask == [int(i >= common_prefix_length(alone, ids)) for i in range(len(ids))]
+
+
+@pytest.mark.parametrize(
+    ("of", "reason"),
+    [
+        ({"template": "chat", "loss_on": "completion"}, "a template whose last column is the"),
+        ({"loss_on": "completion"}, "a template whose last column is the source's own"),
+        ({"template": "{text}{prompt}", "loss_on": "completion"}, "whose last column is the"),
+        ({"template": "{prompt}{text}", "loss_on": "answers"}, "is for template: chat"),
+        (
+            {"template": "{prompt}{text}", "loss_on": "completion", "transform": "a:b"},
+            "loss_on says which part of each row counts",
+        ),
+    ],
+)
+def test_loss_on_is_refused_where_it_says_nothing(of: dict[str, Any], reason: str) -> None:
+    document = flat(["jsonl:a.jsonl:text"], packing="none", tokenizer="t")
+    document["mixture"]["children"][0] |= of
+    with pytest.raises(ConfigError, match=reason):
+        config.parse(document, where="m.yaml", catalog=open_catalog(transforms=["a:b"]))
 
 
 def test_a_block_around_all_of_a_template_has_every_token_count(

@@ -32,6 +32,7 @@ UNREVISABLE = (
         "filter",
         "template",
         "chat_tools",
+        "loss_on",
         "transform",
         "fim",
         "loss_mask",

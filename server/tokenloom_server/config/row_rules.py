@@ -117,6 +117,12 @@ class Template:
             cls(("", ""), (messages,)) if tools is None else cls(("", "\n", ""), (messages, tools))
         )
 
+    def of_parts(self) -> Template:
+        """Of columns that are JSON, the list of its texts and their values, one after the other."""
+        texts = [f",{json.dumps(text)}," for text in self.texts]
+        texts[0], texts[-1] = f"[{texts[0][1:]}", f"{texts[-1][:-1]}]"
+        return Template(tuple(texts), self.columns)
+
     @classmethod
     def parse(cls, text: str) -> Template:
         """Reads ``{column}`` as a gap, and doubled braces as one. Raises ``ValueError``."""
@@ -155,6 +161,8 @@ class RowRules:
     template: Template | None = None
     as_json: bool = False
     """Of a template's columns, values that are no text become their JSON."""
+    quoted: bool = False
+    """Of these, text becomes its JSON, too, and a null is one."""
     is_mask: bool = False
     """The column is a loss mask: lists of true and false are as good as such of 1 and 0."""
     skip_bad: bool = False
