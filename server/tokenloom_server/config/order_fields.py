@@ -32,6 +32,7 @@ UNREVISABLE = (
         "filter",
         "template",
         "chat_tools",
+        "chat_format",
         "loss_on",
         "transform",
         "fim",

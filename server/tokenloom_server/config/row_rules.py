@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
@@ -19,6 +20,13 @@ _OPERATOR = re.compile(r"==|!=|<=|>=|<|>|(?<=\s)(?:not\s+in|in)(?=[\s\[])")
 _GAPS = re.compile(r"(\{\{|\}\}|\{[^{}]+\})")
 #: The template that is the tokeniser's own, for conversations.
 CHAT = "chat"
+#: How a conversation may lie in columns: those that are read before the source's own, with their names.
+CHAT_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "messages": (),
+    "sharegpt": (),
+    "alpaca": ("instruction", "input"),
+    "prompt_completion": ("prompt",),
+}
 _EXAMPLES = """such as 'score >= 0.5', 'lang == "en"' or 'lang in ["en", "de"]'"""
 
 
@@ -111,11 +119,9 @@ class Template:
     columns: tuple[str, ...]
 
     @classmethod
-    def of_chat(cls, messages: str, tools: str | None) -> Template:
-        """A conversation: the column of its messages, and after a line's end that of its tools, if it has any."""
-        return (
-            cls(("", ""), (messages,)) if tools is None else cls(("", "\n", ""), (messages, tools))
-        )
+    def of_lines(cls, *columns: str) -> Template:
+        """A line of each column: of a conversation's messages, and of its tools, if it has any."""
+        return cls(("", *["\n"] * (len(columns) - 1), ""), columns)
 
     def of_parts(self) -> Template:
         """Of columns that are JSON, the list of its texts and their values, one after the other."""

@@ -31,7 +31,7 @@ from tokenloom_server.config.base import (
 )
 from tokenloom_server.config.catalog import catalog_of
 from tokenloom_server.config.fim import FimConfig
-from tokenloom_server.config.row_rules import CHAT, Comparison, RowRules, Template
+from tokenloom_server.config.row_rules import CHAT, CHAT_FORMATS, Comparison, RowRules, Template
 from tokenloom_server.config.seen import SeenConfig
 from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import refuse_control_characters
@@ -99,6 +99,10 @@ class SourceConfig(Section):
     the tokeniser's own chat template renders."""
     chat_tools: Name | None = None
     """With ``template: chat``, the column of the tools of each conversation."""
+    chat_format: Literal["messages", "sharegpt", "alpaca", "prompt_completion"] = "messages"
+    """With ``template: chat``, what a conversation is. ``messages``: role and content of each. ``sharegpt``: ``from``
+    and ``value``. ``alpaca``: an instruction, an input or none, and the column of outputs. ``prompt_completion``: a
+    prompt and the column of completions, of which answers count, as text or as messages."""
     loss_on: Literal["answers", "completion"] | None = None
     """``answers``: with ``template: chat``, what the assistant says is found where the template has no blocks for it.
     ``completion``: of the template's text, what its last column gives, which is the source's own."""
@@ -144,6 +148,8 @@ class SourceConfig(Section):
             )
         if self.chat_tools is not None and not self.is_chat:
             raise ValueError("chat_tools: is for template: chat; leave it out")
+        if self.chat_format != "messages" and not self.is_chat:
+            raise ValueError("chat_format: is for template: chat; leave it out")
         if self.loss_on == "answers" and not self.is_chat:
             raise ValueError(
                 "loss_on: answers is for template: chat; set completion, or leave it out"
@@ -196,13 +202,17 @@ class SourceConfig(Section):
         )
         return RowRules(
             filter=tuple(map(Comparison.parse, self.filter or ())),
-            template=Template.of_chat(self.spec.column, self.chat_tools)
+            template=Template.of_lines(
+                *CHAT_FORMATS[self.chat_format],
+                self.spec.column,
+                *([self.chat_tools] if self.chat_tools is not None else ()),
+            )
             if self.is_chat
             else template.of_parts()
             if template is not None and self.is_rendered
             else template,
             as_json=self.is_rendered,
-            quoted=self.is_rendered and not self.is_chat,
+            quoted=self.is_rendered and not (self.is_chat and self.chat_format == "messages"),
             skip_blank=self.on_blank_line == "skip",
         )
 

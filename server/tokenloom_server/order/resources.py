@@ -156,14 +156,14 @@ class RunResources:
         """What renders and encodes the rows of a source's kind, for all pipelines. Raises ``TokenizerError``."""
         assert record.tokenizer is not None
         make: Callable[[], Chats | Completions] = partial(
-            Chats, record.tokenizer, loss_on=source.loss_on
+            Chats, record.tokenizer, loss_on=source.loss_on, chat_format=source.chat_format
         )
         if not source.is_chat:
             engine = record.serving_engine
             make = partial(
                 Completions, record.tokenizer, engine, record.config.special_tokens_in_text
             )
-        key = record.tokenizer.digest, source.is_chat, source.loss_on
+        key = record.tokenizer.digest, source.is_chat, source.loss_on, source.chat_format
         return self._renderers.get(key, make)
 
     def transform(self, name: str) -> Transform:

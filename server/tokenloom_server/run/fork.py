@@ -275,6 +275,7 @@ def _of_documents(
         "filter",
         "template",
         "chat_tools",
+        "chat_format",
         "loss_on",
         "transform",
         "fim",

@@ -82,12 +82,13 @@ class Selection:
         self._json |= {*rules.text_columns} if rules.as_json else set()
         for name in rules.text_columns:
             kind = columns.plain_kind(by_name[name].kind)
-            is_plain = rules.quoted or not rules.as_json
-            other = pa.types.is_integer(kind) if is_plain else columns.is_any_list(kind)
+            other = (rules.as_json and columns.is_any_list(kind)) or (
+                (rules.quoted or not rules.as_json) and pa.types.is_integer(kind)
+            )
             if not (
                 arrays.is_text(kind) or columns.is_json(kind) or pa.types.is_null(kind) or other
             ):
-                expected = "text or integers" if is_plain else "lists (or their JSON as text)"
+                expected = "lists (or their JSON as text)" if rules.as_json else "text or integers"
                 raise SourceError(
                     f"{where}: template: column {name!r} is of type {kind}, expected {expected}"
                 )

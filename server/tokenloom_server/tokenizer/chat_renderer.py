@@ -7,6 +7,7 @@ What a template may use is what it may in transformers, but for what would make 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -21,6 +22,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from tokenloom_server.config.row_rules import CHAT_FORMATS
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.sources import arrays
 
@@ -48,6 +50,13 @@ _FAMILIES = {
     "preserve_thinking": "Qwen3.6: qwen3_6_training.jinja",
     "<function=": "Qwen3.5: qwen3_5_think_training.jinja, or …_nothink_… for models up to 2B",
     "last_query_index": "Qwen3: qwen3_training.jinja",
+}
+#: Who speaks in ShareGPT's conversations, and as whom templates know them.
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant"), "assistant"),
+    **dict.fromkeys(("tool", "observation"), "tool"),
+    "system": "system",
 }
 #: What stands for an answer where a template is tried.
 _PROBE = "tokenloom"
@@ -186,8 +195,9 @@ class ChatRenderer:
         chat_template: str,
         special_tokens: Mapping[str, str],
         loss_on: str | None = None,
+        chat_format: str = "messages",
     ) -> None:
-        """Of the tokeniser ``name``; ``loss_on``: as the source says. Raises ``TokenizerError`` for a template that is
+        """Of the tokeniser ``name``; the last two: as the source says. Raises ``TokenizerError`` for a template that is
         no Jinja, or does not say where the assistant speaks; with ``loss_on``, for one by which that is not found."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -199,7 +209,7 @@ class ChatRenderer:
         try:
             tree = environment.parse(chat_template)
             blocks = list(tree.find_all(nodes.ExtensionAttribute))
-            if loss_on is not None:
+            if loss_on is not None or chat_format == _PAIRS:
                 _Passes(_Generation(environment)).visit(tree)
             self._template = environment.from_string(tree)
         except (
@@ -209,6 +219,7 @@ class ChatRenderer:
                 f"tokenizer {name!r}: its chat template is no Jinja template ({error})"
             ) from None
         self._variables = {**special_tokens, "documents": None, "add_generation_prompt": False}
+        self._chat_format = chat_format
         #: What stands before each answer; None where blocks say what an answer is.
         self._header: str | None = None
         if any(block.identifier == _Generation.identifier for block in blocks):
@@ -241,12 +252,11 @@ class ChatRenderer:
             return json.dumps(str(error))
 
     def render(self, row: str) -> tuple[str, Spans]:
-        """A conversation as text; ``row``: its messages as JSON, and after them the tools, if there are any.
+        """A conversation as text; ``row``: its columns as JSON, and after them the tools, if there are any.
 
         Raises ``ValueError`` for what is no conversation, and for what the template refuses or fails at.
         """
-        messages, end = json.JSONDecoder().raw_decode(row.lstrip())
-        tools = json.loads(row.lstrip()[end:].strip() or "null")
+        messages, tools, first = self._conversation(row)
         if not (
             messages
             and isinstance(messages, list)
@@ -261,9 +271,24 @@ class ChatRenderer:
         seen = list(map(_message, messages, keys))
         text, written = self._write(seen, tools=tools)
         _refuse_unread(seen, keys)
-        if self._header is None:
-            return text, written.spans
-        return text, self._answers(text, seen, keys, written)
+        spans = written.spans if self._header is None else self._answers(text, seen, keys, written)
+        if first:
+            begins = [begin for begin, _ in written.turns[id(seen[first])]]
+            if not begins:
+                raise ValueError("the chat template gives the completion no turn of its own")
+            spans = [span for span in spans if span[0] >= begins[0]]
+        return text, spans
+
+    def _conversation(self, row: str) -> tuple[Any, Any, int]:
+        """Messages, tools, and the first message that may count. Raises ``ValueError``."""
+        if self._chat_format == "messages":
+            messages, end = json.JSONDecoder().raw_decode(row.lstrip())
+            return messages, json.loads(row.lstrip()[end:].strip() or "null"), 0
+        values = [json.loads(line) for line in row.split("\n")]
+        count = len(CHAT_FORMATS[self._chat_format]) + 1
+        tools = values[count] if values[count:] else None
+        messages, first = _READ[self._chat_format](*values[:count])
+        return messages, json.loads(tools) if isinstance(tools, str) else tools, first
 
     def _write(self, messages: Sequence[_Message], **variables: Any) -> tuple[str, _Written]:
         """A conversation as text. Raises ``ValueError``."""
@@ -364,6 +389,54 @@ class ChatRenderer:
                 f"before an answer it writes {head!r}, and of that only {header!r} where it asks for one"
             )
         return header.removesuffix("\n") if _COUNTS_LINE_END in chat_template else header
+
+
+def _sharegpt(turns: Any) -> tuple[Any, int]:
+    turns = json.loads(turns) if isinstance(turns, str) else turns
+    messages = []
+    for number, turn in enumerate(turns if isinstance(turns, list) else [turns]):
+        if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
+            found = ", ".join(turn) if isinstance(turn, dict) else reprlib.repr(turn)
+            raise ValueError(
+                f"message {number} has {found}; chat_format: sharegpt expects from and value, and role and content are "
+                "read without it"
+            )
+        role = _ROLES.get(str(turn["from"]))
+        if role is None:
+            raise ValueError(
+                f"message {number} is from {turn['from']!r}; expected {', '.join(_ROLES)}"
+            )
+        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        messages.append({**others, "role": role, "content": turn["value"]})
+    return messages, 0
+
+
+def _alpaca(instruction: Any, more: Any, output: Any) -> tuple[Any, int]:
+    if not (
+        isinstance(instruction, str) and isinstance(more, str | None) and isinstance(output, str)
+    ):
+        raise ValueError("expected text as instruction and output, and as input text or nothing")
+    asked = f"{instruction}\n\n{more}" if more else instruction
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": output}], 0
+
+
+def _prompt_completion(*pair: Any) -> tuple[Any, int]:
+    prompt, completion = (
+        [{"role": role, "content": part}] if isinstance(part, str) else part
+        for role, part in zip(("user", "assistant"), pair, strict=True)
+    )
+    if not (isinstance(prompt, list) and isinstance(completion, list) and prompt and completion):
+        raise ValueError("expected text or messages as prompt and as completion")
+    return prompt + completion, len(prompt)
+
+
+_PAIRS = "prompt_completion"
+#: What makes messages of a format's columns, with the first that may count.
+_READ: Mapping[str, Callable[..., tuple[Any, int]]] = {
+    "sharegpt": _sharegpt,
+    "alpaca": _alpaca,
+    _PAIRS: _prompt_completion,
+}
 
 
 def _to_json(

@@ -7,6 +7,7 @@ A chat template is at work in processes that are bounded in time and memory, as 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,9 +83,12 @@ class Completions:
     def rendered(self, column: Any, first_row: int) -> Iterator[tuple[str, Any]]:
         """As of ``Chats``."""
         for row in column.to_pylist():
-            parts = ["" if part is None else str(part) for part in json.loads(row or "[]")]
+            values = json.loads(row or "[]")
+            parts = ["" if value is None else str(value) for value in values]
             text = "".join(parts)
-            yield text, [(len("".join(parts[:-2])), len(text))]
+            other = [value for value in values if not isinstance(value, str | int | None)]
+            fault = f"the template has {reprlib.repr(other)}; expected text or integers"
+            yield text, fault if other else [(len("".join(parts[:-2])), len(text))]
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -93,13 +97,16 @@ class Completions:
 class Chats:
     """Renders a run's conversations, for the engine beside it. Thread-safe."""
 
-    def __init__(self, definition: TokenizerDefinition, *, loss_on: str | None) -> None:
+    def __init__(
+        self, definition: TokenizerDefinition, *, loss_on: str | None, chat_format: str
+    ) -> None:
         """``definition``: with its chat template. Raises ``TokenizerError`` for one that is no Jinja, or does not say
         where the assistant speaks, though ``loss_on`` is answers."""
         # A template writes special tokens as text.
         self.engine = TokenizersEngine(definition, "parse")
         special_tokens = dict(definition.special_tokens)
-        renderer = [definition.name, definition.chat_template, special_tokens, loss_on]
+        of_source = [loss_on, chat_format]
+        renderer = [definition.name, definition.chat_template, special_tokens, *of_source]
         self._renderer = arrays.strings([json.dumps(renderer)])
         self._processes = Transform(
             "tokenloom_server.tokenizer.chat_renderer:rendered",
