@@ -169,7 +169,7 @@ def test_the_wheel_holds_all_files_of_the_three_packages_and_the_licence_and_no_
     examples = subprocess.run(
         ["git", "ls-files", "examples"], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    in_tree |= {f"tokenloom_server/{path}" for path in examples.stdout.split()}
+    in_tree |= {f"tokenloom_tools/{path}" for path in examples.stdout.split()}
 
     names = _content(wheel)
 
