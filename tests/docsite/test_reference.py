@@ -8,7 +8,7 @@ import tokenloom
 from support.capabilities import commands as cli_commands
 from support.catalog import CATALOG
 from tokenloom_proto import dataloader_pb2
-from tokenloom_server.config.json_schema import mixture_schema
+from tokenloom_server.config.mixture_file import mixture_schema
 
 from docsite.dialect import as_python_markdown
 from docsite.reference import commands, mixture_file, python, rest, wire
