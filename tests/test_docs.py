@@ -11,38 +11,34 @@ import pytest
 import tokenloom
 import yaml
 from support.catalog import CATALOG, SOURCES
-from tokenloom.connection import reports
+from tokenloom.connection import calls
 from tokenloom_server.api import open_files
-from tokenloom_server.api.grpc import servicer
-from tokenloom_server.api.grpc.auth_interceptor import (
-    OPEN_THREADS,
-    PEEK_THREADS,
-    READ_THREADS,
-    REFUSAL_THREADS,
-)
+from tokenloom_server.api.grpc import endpoint
+from tokenloom_server.api.grpc.endpoint import OPEN_CALLS, PEEK_CALLS, READ_CALLS
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.listener import MAX_CONNECTIONS
 from tokenloom_server.api.rest.routes import MAX_PLANS
 from tokenloom_server.api.service import MAX_RUNS
-from tokenloom_server.cli.app import app as command_line
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.order import size_estimates
 from tokenloom_server.order.snapshot import MAX_BYTES as MAX_SNAPSHOT_BYTES
-from tokenloom_server.planning import picture, segments
-from tokenloom_server.prepare import shards
+from tokenloom_server.planning import segments
 from tokenloom_server.replay import peek as peeking
-from tokenloom_server.replay import trace as tracing
-from tokenloom_server.reports import trace as traced
 from tokenloom_server.run import losses, past
 from tokenloom_server.run.join_call import MAX_STEP_BYTES, MAX_WORLD_SIZE
 from tokenloom_server.run.past import MAX_PEEKS
 from tokenloom_server.run.restore import MAX_SKIPPED_TOKENS
 from tokenloom_server.run.revise import MAX_REVISIONS
 from tokenloom_server.run.snapshots import MAX_SAVED_SNAPSHOTS
-from tokenloom_server.tools import export
-from tokenloom_server.tools.peek import range as sample_range
+from tokenloom_tools import export
+from tokenloom_tools.cli.app import app as command_line
+from tokenloom_tools.past import trace as tracing
+from tokenloom_tools.peek import range as sample_range
+from tokenloom_tools.plan import picture
+from tokenloom_tools.prepare import shards
+from tokenloom_tools.reports import trace as traced
 from typer.main import get_command
 
 from docsite.reference.tables import pages, written
@@ -50,7 +46,12 @@ from tests.support.doc_tables import TABLES, TOKENS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PACKAGES = ("proto/tokenloom_proto", "client/tokenloom", "server/tokenloom_server")
+PACKAGES = (
+    "proto/tokenloom_proto",
+    "client/tokenloom",
+    "server/tokenloom_server",
+    "server/tokenloom_tools",
+)
 #: Every Markdown file that people read, by its path from the root.
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -183,10 +184,10 @@ def in_bytes(size: int) -> str:
 def bounds() -> dict[str, tuple[str, list[str]]]:
     """By what they are the bounds of: the text that names them, and each as it stands there."""
     chunk_tokens = inspect.signature(tokenloom.token_losses).parameters["chunk_tokens"].default
-    aside = REFUSAL_THREADS + OPEN_THREADS + READ_THREADS + PEEK_THREADS
+    aside = OPEN_CALLS + READ_CALLS + PEEK_CALLS
     counts = (
         aside,
-        PEEK_THREADS,
+        PEEK_CALLS,
         MAX_PEEKS,
         MAX_CALLS,
         MAX_WORLD_SIZE,
@@ -234,7 +235,7 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
         ),
         "reports": (
             page("losses"),
-            [f"{number:,} " for number in (losses.MAX_POINTS, reports.QUEUED, chunk_tokens)],
+            [f"{number:,} " for number in (losses.MAX_POINTS, calls.QUEUED, chunk_tokens)],
         ),
         "peeks": (
             section("inspecting", "Peek: the samples at an index"),
@@ -279,7 +280,7 @@ def test_every_bound_is_on_its_page(what: str) -> None:
 
 
 def test_the_deadlines_of_reports_are_those_of_the_table() -> None:
-    assert (reports.CALL_S, reports.PAUSE_S) == (5, 2)
+    assert (calls.CALL_S, calls.PAUSE_S) == (5, 2)
 
 
 def test_the_tables_that_come_from_the_code_are_those_of_the_code() -> None:
@@ -299,7 +300,7 @@ def test_every_rpc_is_on_the_page_of_access_with_its_token() -> None:
             r"^\| ([^|]*`\w+`[^|]*) \| (none|reading|training|control|admin)\b", table, re.MULTILINE
         )
     )
-    for method, rpc in servicer.rpcs().items():
+    for method, rpc in endpoint.rpcs().items():
         name = method.rpartition("/")[2]
         assert [token for names, token in rows.items() if f"`{name}`" in names] == [
             TOKENS[rpc.scope]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import click
 import pytest
 from rich.text import Text
-from tokenloom_server.cli.app import app
+from tokenloom_tools.cli.app import app
 from typer.main import get_command
 from typer.testing import CliRunner
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tokenloom_proto.file_errors import reason
+from tokenloom_proto.files import reason
 
 #: Runs command lines in a process that has no right to overrule modes, and prints what each says.
 _RUN = """
 import json, sys
 from typer.testing import CliRunner
-from tokenloom_server.cli.app import app
+from tokenloom_tools.cli.app import app
 said = {}
 for name, arguments in json.loads(sys.argv[1]).items():
     result = CliRunner().invoke(app, arguments)

@@ -28,7 +28,7 @@ STOP_DEADLINE_S = 120.0
 COMMAND_DEADLINE_S = 240
 
 
-MAIN = "tokenloom_server.__main__:main"
+MAIN = "tokenloom_tools.__main__:main"
 #: What servers and commands import while they work.
 _WORK = (
     *(
@@ -55,7 +55,13 @@ _WORK = (
 @cache
 def server_forks() -> Forks:
     """Where this process's servers and commands come from, with warnings as errors."""
-    forks = Forks("tokenloom_server.*", "tokenloom_proto.*", *_WORK, options=("-W", "error"))
+    forks = Forks(
+        "tokenloom_server.*",
+        "tokenloom_tools.*",
+        "tokenloom_proto.*",
+        *_WORK,
+        options=("-W", "error"),
+    )
     atexit.register(forks.close)
     return forks
 
@@ -147,7 +153,7 @@ class ServerProcess:
                 "error",
                 *self._options,
                 "-m",
-                "tokenloom_server",
+                "tokenloom_tools",
                 *map(str, arguments),
             ]
             with self.log_path.open("ab") as log:
@@ -242,9 +248,9 @@ class CommandLine:
 
 
 def run_module(*arguments: object) -> Finished:
-    """``python -m tokenloom_server`` as a user types it, in an interpreter of its own with this one's environment."""
+    """``python -m tokenloom_tools`` as a user types it, in an interpreter of its own with this one's environment."""
     done = subprocess.run(
-        [sys.executable, "-m", "tokenloom_server", *map(str, arguments)],
+        [sys.executable, "-m", "tokenloom_tools", *map(str, arguments)],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S,
     )  # fmt: skip
     return Finished(done.returncode, done.stdout + done.stderr)

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from tokenloom_proto.resume import composed
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, unseal
 
-from tokenloom_server.config.differences import changed_beside, differences, refuse
-from tokenloom_server.config.order_fields import digest_of
+from tokenloom_server.config.order_fields import changed_beside, differences, digest_of, refuse
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid

@@ -35,7 +35,7 @@ from tokenloom_server.core.state import (
     tokens_in_row,
 )
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.mixing.weights import MAX_SUM
+from tokenloom_server.mixing.policy import MAX_SUM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,7 @@ from tokenloom_server.api.rest.models import RunName
 from tokenloom_server.api.rest.routes import AppBackend, Routes
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.reports.receipt import RevisionInfo
-from tokenloom_server.reports.stats import MixtureInfo
+from tokenloom_server.reports.stats import MixtureInfo, RevisionInfo
 
 _CHANGE_EXAMPLES = {
     "weight": {
@@ -69,7 +68,7 @@ def revise(
     served = backend.runs.get(run)
     revision = served.mixture.revise(change)
     if not change.dry_run:
-        audit.changed(served, f"revision {audit.revision_text(revision)}")
+        audit.changed(served, f"revision {audit.revision_text(revision)}", "revision")
     return revision
 
 
@@ -86,5 +85,6 @@ def drop_revisions(
     """Take back a revision, and all after it, before production reaches them."""
     served = backend.runs.get(run)
     dropped = served.mixture.drop(number)
-    audit.changed(served, f"took back revision {', '.join(map(audit.revision_text, dropped))}")
+    revisions = ", ".join(map(audit.revision_text, dropped))
+    audit.changed(served, f"took back revision {revisions}", "revision")
     return dropped
