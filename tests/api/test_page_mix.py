@@ -151,13 +151,18 @@ def test_of_many_sources_the_smaller_ones_are_one_band_and_hostile_texts_are_tex
 
 
 @pytest.mark.browser
-def test_where_all_points_were_taken_back_the_page_goes_on(
+def test_where_all_points_were_taken_back_the_page_goes_on_and_one_is_enough(
     page: Page, service: MemoryService
 ) -> None:
     history = run_history(RUN, points=3, code=[1, 2, 3]).model_copy(update={"rewound": [True] * 3})
     service.histories[RUN] = history
     page.reload()
     expect(page.get_by_text("The history begins with the run's first commits")).to_be_visible()
+    # A run of a few seconds has one point, which tells of all of it.
+    service.histories[RUN] = run_history(RUN, points=1, code=[1])
+    page.reload()
+    expect(page.get_by_text("Now at 32.8\u00a0k tokens")).to_be_visible()
+    expect(page.locator('[data-slot="chart"] canvas')).to_be_visible()
     expect(page.locator("#connection-text")).to_have_text("Live")
 
 

@@ -19,7 +19,7 @@ from tokenloom_server.config.order_fields import order_digest, order_fields
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.mixing.catalog import policies
+from tokenloom_server.mixing.policies import policies
 
 Change = Callable[[dict[str, Any]], Any]
 

@@ -42,6 +42,7 @@ from tokenloom_server.reports.stats import (
     SnapshotInfo,
     SourceStats,
 )
+from tokenloom_server.run.recorder import Recent
 from tokenloom_tools.past.receipts import Receipts
 from tokenloom_tools.past.trace import Traces
 from tokenloom_tools.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
@@ -97,6 +98,7 @@ def report_stats(**figures: Any) -> ReportStats:
             "total_tokens": 2_097_152,
             "step": 512,
             "loss": 3.25,
+            "smoothed_loss": 3.3,
             "learning_rate": 6e-4,
             "age_s": 1.5,
         }
@@ -149,6 +151,7 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "going_forward": "",
             "waiting_reason": None,
             "data_wait_share": 0.02,
+            "straggler": None,
             "ended": None,
             "exhausted": False,
             "error": None,
@@ -372,6 +375,7 @@ class MemoryService(Runs):
     without_text: bool = False
     """Whether the runs have no tokeniser."""
     rpc_errors: LabelledCounter = field(default_factory=lambda: LabelledCounter(threading.Lock()))
+    recent: dict[str, Recent] = field(default_factory=dict)
     measures: dict[str, Measures] = field(default_factory=dict)
     """By run."""
 
@@ -410,7 +414,9 @@ class MemoryService(Runs):
 
         return SimpleNamespace(
             coordinator=SimpleNamespace(name=run, pins=SimpleNamespace(pin=None)),
-            recorder=SimpleNamespace(note=lambda *_, **__: None),
+            recorder=SimpleNamespace(
+                note=lambda *_, **__: None, recent=self.recent.get(run, Recent())
+            ),
             measures=self.measures.setdefault(run, run_measures()),
             stats=owner(read=self.stats),
             losses=owner(read=self.losses),

@@ -22,20 +22,64 @@ from tokenloom_server.config.base import (
     Name,
     OnBadRow,
     OnExhausted,
+    PlainText,
     Presence,
     RowCount,
     Section,
     Share,
     Weight,
+    not_bool,
     whole_number,
 )
-from tokenloom_server.config.catalog import catalog_of
-from tokenloom_server.config.fim import FimConfig
+from tokenloom_server.config.catalog import Spec, catalog_of
 from tokenloom_server.config.row_rules import CHAT, CHAT_FORMATS, Comparison, RowRules, Template
-from tokenloom_server.config.seen import SeenConfig
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.control_characters import refuse_control_characters
 from tokenloom_server.errors import ConfigError
+
+# ``fim``: documents rearranged so that a model learns to fill in the middle.
+
+
+class FimIds(Section):
+    """The ids that stand before each part of a rearranged document."""
+
+    prefix: Annotated[int, Field(ge=0)]
+    """Before what came first."""
+    middle: Annotated[int, Field(ge=0)]
+    """Before what is to be filled in."""
+    suffix: Annotated[int, Field(ge=0)]
+    """Before what came last."""
+
+    @model_validator(mode="after")
+    def _check_distinct(self) -> Self:
+        if len({self.prefix, self.middle, self.suffix}) < 3:
+            raise ValueError(
+                f"found prefix {self.prefix}, middle {self.middle} and suffix {self.suffix}, expected three different "
+                "ids, or nobody can tell the parts apart"
+            )
+        return self
+
+
+class FimConfig(Section):
+    """Fill in the middle."""
+
+    rate: Annotated[float, Field(gt=0, le=1, strict=False), BeforeValidator(not_bool)]
+    """The share of documents that are rearranged, drawn for each row and epoch."""
+    spm_rate: Annotated[float, Field(ge=0, le=1, strict=False), BeforeValidator(not_bool)] = 0.0
+    """Of these, the share in the order suffix, prefix, middle; the others are in the order prefix, suffix, middle."""
+    ids: FimIds
+    """What marks the parts; of the vocabulary."""
+
+
+# ``seen``: the rows of a source that a job had read with another data loader, in the epoch that goes on here.
+
+
+class SeenConfig(Section):
+    """A file of flags, as numpy saves them: for each row of the source, file after file, whether it was read."""
+
+    file: Annotated[PlainText, Field(min_length=1)]
+    """Its path; one that is relative counts from the mixture file's folder."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Of the file: another one makes another order."""
 
 
 def comparisons(value: object) -> object:

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, reason
 from tokenloom_server.order.readers_stats import ReadersStats
 from tokenloom_server.order.record import RunRecord

@@ -178,7 +178,7 @@ def init(
     from tokenloom_server.catalog import environment_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.sources.catalog import sources_of
-    from tokenloom_server.storage.drafts import write_whole
+    from tokenloom_server.storage.file import write_whole
     from tokenloom_server.tokenizer.files import tokenizer_files
 
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
@@ -381,7 +381,7 @@ def _mixture_text(
 ) -> str:
     """The mixture file. Weights are the sources' parts of all tokens, or where these are not known of all bytes. JSON's
     texts and numbers are YAML's."""
-    from tokenloom_server.sources.endings import codec_of
+    from tokenloom_server.sources.files import codec_of
 
     if measured is None:
         sizes = {alias: source.size for alias, source in sources.items()}

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenloom_server.core.amounts import short
 from tokenloom_server.order.readers_stats import ReadersStats, ReaderWork
-from tokenloom_server.reports.stats import RunStats, SourceStats, skips_text
+from tokenloom_server.reports.stats import SLOW_DATA_SHARE, RunStats, SourceStats, skips_text
 
 from tokenloom_tools.reports.tables import table
 
@@ -17,9 +17,6 @@ _SHARES = ("target", "expected", "actual", "recent", "loss")
 _COUNTERS = ("samples", "rows", "tokens", "epoch", "left")
 #: Lines that are long enough for one table, characters.
 _WIDE = 140
-
-#: Where every rank waits for data at least this part of its time, the data sets the pace: as in TokenloomStarved.
-SLOW_DATA_SHARE = 0.05
 
 
 def print_stats(out: Console, stats: RunStats) -> None:
@@ -108,7 +105,9 @@ def sources_table(
 def _pace(stats: RunStats) -> str:
     """Whether training or the data sets the pace, and what is waited for."""
     share, parts = stats.data_wait_share, []
-    if share is not None and stats.ended is None and stats.error is None:
+    if stats.straggler is not None:
+        parts.append(stats.straggler.text)
+    elif share is not None and stats.ended is None and stats.error is None:
         slow = "the data sets the pace" if share >= SLOW_DATA_SHARE else "training sets the pace"
         parts.append(f"{slow}: ranks waited for data {share:.0%} of the last half a minute")
     if stats.waiting_for:

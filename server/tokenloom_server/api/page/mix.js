@@ -2,7 +2,8 @@
 //
 // In the address: share=sofar, over=time, from= and to= (the zoom) and at= (a place to point to), in tokens or Unix time.
 
-import { Chart, axis, colour, hatch, sourceColour, tick, timeAxis, tokenAxis } from "./chart.js";
+import { Chart, axis, colour, hatch, sourceColour, textScale, tick, timeAxis, tokenAxis } from "./chart.js";
+import { title } from "./events.js";
 import { MixTable } from "./mix_table.js";
 import { bandsOf, markedEvents, plannedSegments, rewoundParts, shownPoints, stacked, wholeRange } from "./mix_data.js";
 import { compact, dash, grouped, lasting, moment, percent } from "./numbers.js";
@@ -12,7 +13,7 @@ import { View, keep } from "./view.js";
 
 const NEAR_PX = 6; // how near to a mark the pointer counts as on it
 const STEP = 1.6; // of a zoom by keys or buttons
-const MARK_COLOURS = { revision: "accent", launch: "muted", fork: "accent", skip: "expected", rewind: "warn", error: "bad", end: "ink" };
+const MARK_COLOURS = { revision: "accent", launch: "muted", fork: "accent", skip: "expected", rewind: "warn", exhausted: "ink", rank: "bad", straggler: "warn", error: "bad", end: "ink" };
 
 // Whether a range of tokens or seconds can be shown: uPlot does not end where ticks are as near as floats are.
 const isWide = (from, to) => to - from >= Math.max(1, 1e-10 * Math.max(-from, to));
@@ -137,7 +138,7 @@ export class MixTab extends View {
     const { plan } = this.run.plan;
     if (!curves) return;
     const points = shownPoints(curves, this.overTime);
-    const early = points.length < 2; // perhaps all of them were taken back
+    const early = !points.length; // perhaps all of them were taken back
     this.hide("charts", early);
     this.notice("too-early", early ? "The history begins with the run's first commits: a point every ten seconds." : "");
     this.showEnd();
@@ -148,8 +149,11 @@ export class MixTab extends View {
 
     const overTime = this.overTime;
     const x = overTime ? curves.time : curves.total_tokens;
-    this.points = points;
+    // The first point tells of all from the run's beginning on, which a short run has no other point of.
+    const begin = overTime ? x[points[0]] - curves.every_s : 0;
+    this.points = points.length < 2 ? [points[0], points[0]] : points;
     this.xs = this.points.map((at) => x[at]);
+    if (points.length < 2) this.xs[0] = begin;
     this.bands = bandsOf(curves, this.points, this.run.params.share === "sofar");
     this.segments = plan ? plannedSegments(plan, this.bands) : [];
     this.marks = markedEvents(events, overTime);
@@ -181,7 +185,7 @@ export class MixTab extends View {
     const xAxis = (options) => (overTime ? timeAxis(options) : tokenAxis(options));
     const common = (height, shown) => ({
       height,
-      padding: [6, 10, shown ? 0 : 8, 0],
+      padding: [8 * textScale(), 10, shown ? 0 : 8, 0],
       scales: { x: { time: overTime, auto: false } },
       cursor: {
         y: false,
@@ -295,15 +299,20 @@ export class MixTab extends View {
     const { ctx } = plot;
     const { top, height } = plot.bbox;
     const below = this.xs.map(() => 0);
+    const places = this.xs.map(across);
     ctx.strokeStyle = colour("ink");
     ctx.setLineDash([6 * devicePixelRatio, 4 * devicePixelRatio]);
     ctx.beginPath();
     for (const { planned } of this.bands.slice(0, -1)) {
-      this.xs.forEach((value, at) => {
+      // A step where other weights came into force.
+      let last = null;
+      places.forEach((x, at) => {
         below[at] += planned[at];
         const y = top + (1 - below[at]) * height;
-        if (at === 0) ctx.moveTo(across(value), y);
-        else ctx.lineTo(across(value), y);
+        if (last === null) ctx.moveTo(x, y);
+        else ctx.lineTo(x, last);
+        ctx.lineTo(x, y);
+        last = y;
       });
     }
     ctx.stroke();
@@ -349,7 +358,7 @@ export class MixTab extends View {
     if (back) parts.push(`a later launch took back what generation ${back.generation} had here`);
     this.text("place", parts.filter(Boolean).join(" · "));
     const event = this.near?.event;
-    this.text("event", event ? `${event.kind.replace("_", " ")}, ${moment(event.time)}: ${event.text}` : "");
+    this.text("event", event ? `${title(event.kind)}, ${moment(event.time)}: ${event.text}` : "");
     keep(this.slot("keys"), this.keys, bands, (band) => band.id, "mix-key", (key, band) => {
       const place = bands.indexOf(band);
       key.style("swatch", "background-color", sourceColour(band.id < 0 ? Infinity : place));

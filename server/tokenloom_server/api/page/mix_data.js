@@ -93,7 +93,7 @@ export function rewoundParts(curves, xs) {
 }
 
 // What is marked in the chart: what changed the order of the run or stopped it.
-const MARKED = ["launch", "rewind", "skip", "fork", "pin", "revision", "failover", "bad_rows", "error", "end"];
+const MARKED = ["launch", "rewind", "skip", "fork", "pin", "revision", "failover", "bad_rows", "exhausted", "rank", "straggler", "error", "end"];
 export const markedEvents = (events, overTime) =>
   events.filter(({ kind }) => MARKED.includes(kind)).map((event) => ({ x: overTime ? event.time : event.total_tokens, event }));
 
