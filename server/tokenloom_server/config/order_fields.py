@@ -36,6 +36,8 @@ UNREVISABLE = (
         "filter",
         "template",
         "chat_tools",
+        "chat_format",
+        "loss_on",
         "transform",
         "fim",
         "loss_mask",

@@ -373,7 +373,7 @@ class Decoder:
         if value is None:
             return None
         if self._selection.rules.as_json:
-            value = json_text(value)
+            value = json_text(value, quoted=self._selection.rules.quoted)
         if self._selection.rules.is_mask and isinstance(value, list):
             value = [int(item) if isinstance(item, bool) else item for item in value]
         kind = kind_of(value, name, line, is_own=True)
@@ -404,7 +404,7 @@ class Decoder:
         if value is None:
             return pa.array([None], kind)
         if self._selection.rules.as_json and name in self._selection.rules.text_columns:
-            value = json_text(value)
+            value = json_text(value, quoted=self._selection.rules.quoted)
         if pa.types.is_string(kind) and isinstance(value, str):
             _check_text(value, name, line)
         elif pa.types.is_floating(kind) and type(value) in (int, float):
