@@ -192,7 +192,7 @@ PURE = tuple(
     f"{SERVER}.{name}"
     for name in (
         *("core", "mixing", "packing", "ledger.commands", "ledger.rules"),
-        *("order.batch_plans", "order.feed", "order.pipeline", "order.replay", "order.steps"),
+        *("order.batch_plans", "order.pipeline", "order.replay", "order.steps"),
         *("run.generation", "run.slots"),
         *(
             "run.active_generation",
