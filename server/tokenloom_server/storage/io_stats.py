@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import deque
@@ -69,13 +70,17 @@ class Wait:
         return f"{self.reason}: {self.name} (for {monotonic() - self.since:.0f} s{tries}{trouble})"
 
 
+@functools.cache
+def waits() -> dict[int, Wait]:
+    """All of this process, by their identity."""
+    return {}
+
+
 class IoStats:
     """Shared by all readers of a run. Thread-safe."""
 
     #: How long storage is waited for where nothing else is said.
     default_policy: ClassVar[RetryPolicy] = RetryPolicy()
-    #: All waits of this process, by their identity.
-    waits: ClassVar[dict[int, Wait]] = {}
 
     def __init__(self, retry_policy: RetryPolicy | None = None) -> None:
         self.retry_policy = retry_policy or self.default_policy
@@ -116,12 +121,12 @@ class IoStats:
         """For as long as somebody waits for a file; ``name`` is how people know it."""
         wait = Wait(name, monotonic(), at_once=at_once, reason=reason)
         with self._lock:
-            self._waits[id(wait)] = self.waits[id(wait)] = wait
+            self._waits[id(wait)] = waits()[id(wait)] = wait
         try:
             yield wait
         finally:
             with self._lock:
-                del self._waits[id(wait)], self.waits[id(wait)]
+                del self._waits[id(wait)], waits()[id(wait)]
 
     def longest_wait(self, least_s: float = NAMED_AFTER_S) -> Wait | None:
         """What has been waited for longest, and at least so long."""
@@ -189,7 +194,7 @@ def waits_said(run: str = "") -> Iterator[None]:
     def say() -> bool:
         if watcher.ending.wait(SAID_EVERY_S):
             return False
-        wait = min([*IoStats.waits.values()], key=lambda wait: wait.since, default=None)
+        wait = min([*waits().values()], key=lambda wait: wait.since, default=None)
         if wait is not None:
             _log.warning("%swaiting for %s", run and f"{run}: ", wait.text())
         return True
