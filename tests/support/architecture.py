@@ -171,7 +171,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
                     f"{CLIENT}.connection.topology",
                     f"{CLIENT}.job_server",
                 ),  # the process group, where one is
-                f"{CLIENT}.datasets.local",
+                *(f"{CLIENT}.datasets.{name}" for name in ("local", "peer_line")),
                 *(f"{CLIENT}.datasets.{name}" for name in ("remote", "tensors", "training")),
                 *(f"{CLIENT}.clock.lr_scheduler", f"{CLIENT}.losses", INTEGRATIONS),
                 USES_CLIENT_AND_TORCH,
