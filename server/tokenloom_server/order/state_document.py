@@ -294,7 +294,8 @@ def _given(standing: SourceState | Lane) -> dict[str, Any]:
     entry = {"samples": standing.samples, "rows": standing.rows}
     cursor, first = standing.cursor, row_cursor(standing.cursor)
     if first is not None:
-        entry |= zip(_PLACES[type(first)], _values_of(type(first))(first), strict=True)
+        kind: Any = type(first)
+        entry |= zip(_PLACES[kind], _values_of(kind)(first), strict=True)
     if isinstance(cursor, PackedCursor):
         del entry["row_token_offset"]
         entry["packed_samples"] = cursor.samples
