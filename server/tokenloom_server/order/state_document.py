@@ -489,8 +489,8 @@ def _check_source(i: int, entry: Mapping[str, Any], source: SourceState, shape: 
     if source.lanes:
         names = ("samples", "rows", *RowCounts._fields)
         standing: list[SourceState | Lane] = [source, *source.lanes]
-        own, *given = ((each.samples, each.rows, *each.row_counts) for each in standing)
-        for name, total, *of_lanes in zip(names, own, *given, strict=True):
+        own, *parts = ((each.samples, each.rows, *each.row_counts) for each in standing)
+        for name, total, *of_lanes in zip(names, own, *parts, strict=True):
             _expect(f"{path}.{name}", total, sum(of_lanes), "what its lanes have")
         if source.cursor not in [lane.cursor for lane in source.lanes]:
             raise misfit(
@@ -529,11 +529,11 @@ def _check_nodes(state: State, shape: Shape) -> None:
         number: (sum(child.samples for child in own), sum(child.tokens for child in own))
         for number, own in by_number.items()
     }
-    given = state.sample_index + sum(skip.samples for skip in state.skips)
+    passed_through = state.sample_index + sum(skip.samples for skip in state.skips)
     _expect(
         "nodes.0",
         sums[0][0] + shape.left_samples,
-        given,
+        passed_through,
         "samples up to sample_index, and what was passed over",
     )
     for number, children in by_number.items():
