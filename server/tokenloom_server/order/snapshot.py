@@ -208,8 +208,9 @@ def parse(
 
 def _gives_the_same(snapshot: Mapping[str, Any], template: Mapping[str, Any]) -> bool:
     """Whether the snapshot's engine gave for the run's rows what the run's own engine gave, with the same tokeniser."""
+    ours = template["tokenizer"]["digest"], template.get("engine_ids")
     theirs = snapshot["tokenizer"].get("digest"), snapshot.get("engine_ids")
-    return theirs == (template["tokenizer"]["digest"], template.get("engine_ids", ""))
+    return theirs == ours and None not in ours
 
 
 _REMEDIES = {
