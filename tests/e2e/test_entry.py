@@ -247,11 +247,10 @@ def test_with_tls_trainers_and_readers_check_the_certificate(
     file = token_file(tmp_path, READ)
     url = f"https://{server.rest}"
     assert f"https://{server.rest}/" in server.log
-    shown = tokenloom("stats", url, "--token-file", file, "--tls-ca", authority.file)
+    trusting = {"TOKENLOOM_TLS_CA": str(authority.file)}
+    shown = tokenloom("stats", url, "--token-file", file, environment=trusting)
     assert (shown.status, RUN in shown.output) == (0, True), shown.output
-    peeked = tokenloom(
-        "peek", secure(server), "--token-file", file, "--tls-ca", authority.file, "--json"
-    )
+    peeked = tokenloom("peek", secure(server), "--token-file", file, "--json", environment=trusting)
     assert (peeked.status, len(peeked.output.splitlines())) == (0, 8), peeked.output
     distrusting = tokenloom("stats", url, "--token-file", file)
     assert (distrusting.status, "CERTIFICATE_VERIFY_FAILED" in distrusting.output) == (2, True), (
@@ -296,16 +295,9 @@ def test_with_a_client_ca_only_who_shows_a_certificate_of_it_gets_through(
     context.load_cert_chain(cert, key)
     assert status_over_tls(server, context, "/readyz") == 200
     shown = tokenloom(
-        *(
-            "stats",
-            f"https://{server.rest}",
-            "--tls-ca",
-            authority.file,
-            "--tls-cert",
-            cert,
-            "--tls-key",
-            key,
-        )
+        "stats",
+        f"https://{server.rest}",
+        environment={f"TOKENLOOM_{name.upper()}": str(file) for name, file in known.items()},
     )
     assert shown.output.startswith("Unauthenticated: "), shown.output
 

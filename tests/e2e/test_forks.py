@@ -104,7 +104,7 @@ def test_a_fork_with_the_same_mixture_is_the_same_data_and_says_so(
     server: ServerProcess, parent: RemoteDataset, tokenloom: CommandLine
 ) -> None:
     begun = server.get("/v1/runs/base/receipt", sample_index=30)
-    done = tokenloom("fork", server.rest_url, "--run", "twin", "--from", "base", "--sample", 30)
+    done = tokenloom("fork", f"{server.rest_url}/twin", "--from", "base", "--sample", 30)
     assert done.status == 0, done.output
     assert "twin: begins at sample 30" in done.output
     server.kill()
@@ -144,7 +144,7 @@ def test_what_cannot_be_forked_is_refused(
                 alone.url("refused"), 2, rank=0, world_size=1, attempt="alone", fork_from=state
             )
         )
-    done = tokenloom("fork", server.rest_url, "--run", "refused")
+    done = tokenloom("fork", f"{server.rest_url}/refused")
     assert done.status == 2 and "give one of --from and --state" in done.output
 
 
@@ -165,21 +165,21 @@ def test_what_lies_before_a_fork_is_the_other_runs_and_its_report_says_so(
     trained(server, "later", 2, fork_from=parent.state_dict())
     for again in range(2):
         for command in (
-            ("trace", server.rest_url, "--sample", 39),
+            ("peek", f"{server.rest_url}/later", "--documents", "--at", 39),
             ("peek", server.url("later"), "--at", 39),
         ):
-            done = tokenloom(*command, *(("--run", "later") if command[0] == "trace" else ()))
+            done = tokenloom(*command)
             assert done.status == 2, done.output
             assert (
                 "sample 39 lies before sample 40, at which run 'later' was forked from 'base'"
                 in done.output
             )
-        shown = tokenloom("report", server.rest_url, "--run", "later").output
+        shown = tokenloom("verify", f"{server.rest_url}/later").output
         assert (
             "The first 40 samples" in shown
             and "are those of `base`, which this run was forked from." in shown
         )
-        told = json.loads(tokenloom("report", server.rest_url, "--run", "later", "--json").output)
+        told = json.loads(tokenloom("verify", f"{server.rest_url}/later", "--json").output)
         own = sum(source["tokens"] for source in told["sources"])
         assert (
             told["parent_run"]["left_tokens"] + own

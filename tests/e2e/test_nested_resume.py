@@ -70,14 +70,14 @@ def test_every_way_to_begin_there_gives_the_same_data(
     checkpoint.mkdir()
     torch.save(in_workers(state), checkpoint / "dataset_state.pt")
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 18}))
-    pinned = tokenloom("restore", server.rest_url, "--run", "nested", "--state", checkpoint)
+    pinned = tokenloom("restore", f"{server.rest_url}/nested", "--state", checkpoint)
     assert pinned.status == 0, pinned.output
     with World(server.url("nested"), 2, takeover=True) as world:
         # The last micro-step may be incomplete, and is dropped then.
         assert world.run().receipt.sequence() == loaded[: len(loaded) // 2 * 2]
     assert tokenloom("verify", checkpoint, f"{server.rest_url}/nested").status == 2
 
-    forked = tokenloom("fork", server.rest_url, "--run", "branch", "--state", checkpoint)
+    forked = tokenloom("fork", f"{server.rest_url}/branch", "--state", checkpoint)
     assert forked.status == 0, forked.output
     with World(server.url("branch")) as world:
         assert world.run().receipt.sequence() == loaded

@@ -225,14 +225,19 @@ class CommandLine:
     def __init__(self, folder: Path) -> None:
         self._output = folder / "output.txt"
 
-    def __call__(self, *arguments: object, folder: Path | None = None) -> Finished:
+    def __call__(
+        self,
+        *arguments: object,
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Finished:
         self._output.unlink(missing_ok=True)
         process = server_forks().fork(
             MAIN,
             arguments,
             output=self._output,
             folder=folder or self._output.parent,
-            environment={"COLUMNS": "120", "NO_COLOR": "1"},
+            environment={"COLUMNS": "120", "NO_COLOR": "1", **(environment or {})},
         )
         try:
             status = process.wait(COMMAND_DEADLINE_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tokenloom_server.cli import (
     checkpoint,
     demo,
-    export,
     foreign,
     fork,
     init,
@@ -14,14 +13,12 @@ from tokenloom_server.cli import (
     peek,
     plan,
     prepare,
-    report,
     restore,
     runs,
     schema,
     serve,
     stats,
     token,
-    trace,
     validate,
     verify,
 )
@@ -39,17 +36,14 @@ add_command(app, plan.plan)
 add_command(app, prepare.prepare)
 add_command(app, stats.stats)
 add_command(app, verify.verify)
-add_command(app, report.report)
 add_command(app, peek.peek)
-add_command(app, trace.trace)
-add_command(app, export.export)
 add_command(app, restore.restore)
 add_command(app, fork.fork)
+add_command(app, runs.runs)
+add_command(app, checkpoint.checkpoint)
 add_command(app, foreign.import_seen, "import")
 add_command(app, schema.schema)
 add_command(app, demo.demo)
-app.add_typer(runs.app)
 app.add_typer(mixture.app)
-app.add_typer(checkpoint.app)
 app.add_typer(ledger.app)
 app.add_typer(token.app)

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import typer
 from tokenloom_proto.address import Address, ServerAddress, reached_at
-from tokenloom_proto.credentials import NO_FILES, TlsFiles, is_loopback
+from tokenloom_proto.credentials import TlsFiles, is_loopback
 from typer.models import OptionInfo
 
 from tokenloom_server.cli.token import DEFAULT_FOLDER, kept_token
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 Url = Annotated[
     str,
     typer.Argument(
-        help="HOST:PORT of either port of a server, or the URL of a run.", metavar="URL"
+        help="HOST:PORT of either port of a server; with /RUN where it has several.", metavar="URL"
     ),
 ]
-RunName = Annotated[str | None, typer.Option(help="The run; needed where the server has several.")]
 _ControlTokenFile = Annotated[
     Path | None,
     typer.Option(
@@ -50,7 +49,7 @@ def _parsed(url: str) -> ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class ReadAccess:
-    """Token and TLS of a command that only reads from a server."""
+    """The token of a command that only reads from a server. Files of TLS are the environment's: TOKENLOOM_TLS_CA."""
 
     token_file: Annotated[
         Path | None,
@@ -58,14 +57,6 @@ class ReadAccess:
             help="A file with the server's token; mode 0600. Without it: TOKENLOOM_READ_TOKEN or TOKENLOOM_TOKEN."
         ),
     ] = None
-    tls_ca: Annotated[
-        Path | None, typer.Option(help="The CA to trust, PEM; or TOKENLOOM_TLS_CA.")
-    ] = None
-    tls_cert: Annotated[
-        Path | None, typer.Option(help="A certificate to show, PEM (mTLS); or TOKENLOOM_TLS_CERT.")
-    ] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM; or TOKENLOOM_TLS_KEY.")] = None
-
     control: ClassVar[bool] = False
 
     def connect(self, url: str) -> Remote:
@@ -91,7 +82,7 @@ class ReadAccess:
             return self._grpc(Address(address.targets, address.run, address.is_tls(False)))
         rest_url, grpc_address = self._locate(url)
         rest = self._rest(rest_url)
-        return _same(rest, self._grpc(replace(grpc_address, run=rest.only_run(None))))
+        return _same(rest, self._grpc(replace(grpc_address, run=rest.only_run())))
 
     def _locate(self, url: str) -> tuple[str, Address]:
         """The URL of REST and the address of gRPC, by what the port at an address says of the other one."""
@@ -99,7 +90,7 @@ class ReadAccess:
 
         address = _parsed(url)
         grpc_address = Address(
-            address.targets, address.run, address.is_tls(self._files.or_of(os.environ) != NO_FILES)
+            address.targets, address.run, address.is_tls(TlsFiles().or_of(os.environ) != TlsFiles())
         )
         if not address.is_grpc:
             try:
@@ -117,23 +108,17 @@ class ReadAccess:
         from tokenloom_server.tools.remote import Remote
 
         file = self._token_file(_parsed(url).targets)
-        return Remote(url, os.environ, token_file=file, files=self._files, control=self.control)
+        return Remote(url, os.environ, token_file=file, control=self.control)
 
     def _grpc(self, address: Address) -> Servers:
         from tokenloom_server.tools.peek.servers import Servers
 
-        return Servers(
-            address, os.environ, token_file=self._token_file(address.targets), files=self._files
-        )
+        return Servers(address, os.environ, token_file=self._token_file(address.targets))
 
     def _token_file(self, targets: Sequence[str]) -> Path | None:
         """Where no token is given, for a server of this machine, the one that it made in this folder."""
         is_here = all(is_loopback(target.rpartition(":")[0]) for target in targets)
         return self.token_file or (kept_token(DEFAULT_FOLDER) if is_here else None)
-
-    @property
-    def _files(self) -> TlsFiles:
-        return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
 
 
 def _same(rest: Remote, servers: Servers) -> Servers:
@@ -151,7 +136,7 @@ def _same(rest: Remote, servers: Servers) -> Servers:
 
 @dataclass(frozen=True, slots=True)
 class ControlAccess(ReadAccess):
-    """Token and TLS of a command that changes something at a server."""
+    """The token of a command that changes something at a server."""
 
     token_file: _ControlTokenFile = None
 

@@ -12,19 +12,16 @@ from tokenloom_server.cli.options import ReadAccess, Url
 
 def stats(
     url: Url,
-    run: Annotated[
-        str | None, typer.Option(help="One run; all of the server's if not given.")
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the documents as JSON, one a line.")
     ] = False,
     *,
     access: ReadAccess,
 ) -> None:
-    """Show the mix of a running server: shares, rows, tokens, epochs, ranks."""
+    """Show the mix of a running server, or of one run of it: shares, rows, tokens, epochs, ranks."""
     from tokenloom_server.reports.stats_text import print_stats
 
-    for document in access.connect(url).stats(run):
+    for document in access.connect(url).stats():
         if as_json:
             print_json(document.model_dump())
         else:
