@@ -13,13 +13,8 @@ import yaml
 from support.catalog import CATALOG, SOURCES
 from tokenloom.connection import reports
 from tokenloom_server.api import open_files
-from tokenloom_server.api.grpc import servicer
-from tokenloom_server.api.grpc.auth_interceptor import (
-    OPEN_THREADS,
-    PEEK_THREADS,
-    READ_THREADS,
-    REFUSAL_THREADS,
-)
+from tokenloom_server.api.grpc import endpoint
+from tokenloom_server.api.grpc.endpoint import OPEN_CALLS, PEEK_CALLS, READ_CALLS
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
@@ -183,10 +178,10 @@ def in_bytes(size: int) -> str:
 def bounds() -> dict[str, tuple[str, list[str]]]:
     """By what they are the bounds of: the text that names them, and each as it stands there."""
     chunk_tokens = inspect.signature(tokenloom.token_losses).parameters["chunk_tokens"].default
-    aside = REFUSAL_THREADS + OPEN_THREADS + READ_THREADS + PEEK_THREADS
+    aside = OPEN_CALLS + READ_CALLS + PEEK_CALLS
     counts = (
         aside,
-        PEEK_THREADS,
+        PEEK_CALLS,
         MAX_PEEKS,
         MAX_CALLS,
         MAX_WORLD_SIZE,
@@ -299,7 +294,7 @@ def test_every_rpc_is_on_the_page_of_access_with_its_token() -> None:
             r"^\| ([^|]*`\w+`[^|]*) \| (none|reading|training|control|admin)\b", table, re.MULTILINE
         )
     )
-    for method, rpc in servicer.rpcs().items():
+    for method, rpc in endpoint.rpcs().items():
         name = method.rpartition("/")[2]
         assert [token for names, token in rows.items() if f"`{name}`" in names] == [
             TOKENS[rpc.scope]

@@ -24,7 +24,7 @@ from tokenloom import RemoteDataset
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.seal import seal, unseal
-from tokenloom_server.api.grpc import servicer
+from tokenloom_server.api.grpc import endpoint
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
 from tokenloom_server.order import replay, timeline
@@ -58,7 +58,7 @@ def random_bytes() -> list[bytes]:
     return [draw.randbytes(draw.randrange(1, 200)) for _ in range(40)]
 
 
-@pytest.mark.parametrize("method", servicer.rpcs())
+@pytest.mark.parametrize("method", endpoint.rpcs())
 def test_malformed_messages_are_invalid_arguments_and_leave_no_trace_in_the_log(
     address: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,14 +1,16 @@
-"""The streams of many ranks, which one thread serves: what ranks get, and how their streams end."""
+"""The streams of ranks, which one loop serves: what ranks get, and how their streams end."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,50 +19,54 @@ from support.served import PATIENCE_S, Sample, over_grpc, runs_of, sequence
 from support.waiting import wait_for
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
-from tokenloom_server.api.grpc import detached_call, rank_streams
-from tokenloom_server.api.grpc.detached_call import DetachedCall
+from tokenloom_server.api.grpc import stream
+from tokenloom_server.api.grpc.rpc import Call
+from tokenloom_server.api.grpc.servicer import DataLoader
+from tokenloom_server.api.grpc.stream import ClientStream
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import StorageError
 
 WORLD, BATCH = 3, 2
 
 
-@pytest.fixture
-def served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[ServedRun, DataLoaderStub]]:
-    """A run of 126 samples, its server, and a way to it."""
-    monkeypatch.setattr(rank_streams, "FEWEST_RANKS", WORLD)
-    pq.write_table(
-        pa.table({"ids": [[n % 7 + 1, n // 7 + 1, 3] for n in range(126)]}),
-        tmp_path / "ids.parquet",
-    )
+@contextmanager
+def serving(folder: Path, sequence_length: int) -> Iterator[tuple[ServedRun, str]]:
+    """A run of the ids of a folder, and its address."""
     document = {
         "run": "ids",
         "vocab_size": 32,
         "end_of_text_id": 0,
-        "sequence_length": 4,
+        "sequence_length": sequence_length,
         "mixture": {
             "policy": "least_consumed",
             "children": [{"source": "parquet:ids.parquet:ids"}],
         },
     }
-    path = tmp_path / "ids.yaml"
+    path = folder / "ids.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    with (
-        runs_of(tmp_path, path) as runs,
-        over_grpc(runs) as address,
-        grpc.insecure_channel(address) as channel,
-    ):
-        yield runs.get("ids"), DataLoaderStub(channel)
+    with runs_of(folder, path) as runs, over_grpc(runs) as address:
+        yield runs.get("ids"), address
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[ServedRun, DataLoaderStub]]:
+    """A run of 126 samples, its server, and a way to it."""
+    pq.write_table(
+        pa.table({"ids": [[n % 7 + 1, n // 7 + 1, 3] for n in range(126)]}),
+        tmp_path / "ids.parquet",
+    )
+    with serving(tmp_path, 4) as (run, address), grpc.insecure_channel(address) as channel:
+        yield run, DataLoaderStub(channel)
 
 
 class Rank:
     """A rank that joined, and its stream."""
 
-    def __init__(self, stub: DataLoaderStub, rank: int) -> None:
+    def __init__(
+        self, stub: DataLoaderStub, rank: int, joined: wire.JoinResponse | None = None
+    ) -> None:
         self.stub, self.rank, self.nonce = stub, rank, f"nonce-{rank}"
-        self.joined = stub.Join(
+        self.joined = joined or stub.Join(
             wire.JoinRequest(
                 run="ids",
                 rank=rank,
@@ -138,7 +144,7 @@ def error_of(call: Any) -> str:
     return str(dict(ended.value.trailing_metadata())["tokenloom-error"])
 
 
-def test_one_thread_serves_the_order_to_its_end_and_all_of_it_is_committed(
+def test_no_thread_of_a_rank_serves_the_order_to_its_end_and_all_of_it_is_committed(
     served: tuple[ServedRun, DataLoaderStub],
 ) -> None:
     run, stub = served
@@ -147,7 +153,7 @@ def test_one_thread_serves_the_order_to_its_end_and_all_of_it_is_committed(
     for rank in ranks:
         rank.take()
     names = {thread.name for thread in threading.enumerate()} - before
-    assert {name for name in names if "ids" in name and "files" not in name} == {"ids-streams"}
+    assert {name for name in names if "ids" in name and "files" not in name} == set()
     in_turn(ranks, Rank.take_all)
     got = ranks[0].samples | ranks[1].samples | ranks[2].samples
     expected = sequence(run)
@@ -193,7 +199,7 @@ def test_a_client_that_breaks_the_protocol_or_its_call_loses_its_stream_alone(
 def test_a_stream_that_has_nothing_to_send_says_for_what_it_waits(
     served: tuple[ServedRun, DataLoaderStub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_streams, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(stream, "HEARTBEAT_S", 0.02)
     _, stub = served
     rank = Rank(stub, 0)
     for _ in range(2):
@@ -239,49 +245,31 @@ def test_a_call_that_broke_is_no_goodbye(served: tuple[ServedRun, DataLoaderStub
         rank.connect()
 
 
-def test_of_a_ranks_streams_that_nobody_reads_two_stay(
-    served: tuple[ServedRun, DataLoaderStub],
-) -> None:
-    run, _ = served
-    coordinator = run.coordinator
-    streams = rank_streams.RankStreams(coordinator)
-    joined = launch(served[1])[0].joined
-    calls: list[UnreadCall] = []
-    for number in range(5):
-        session = coordinator.sessions.attach(joined.run_uid, joined.generation, 0, "nonce-0", 0, 0)
-        progress = wire.Progress(credit_micro_steps=4)
-        call = UnreadCall()
-        streams.add(
-            session, wire.StreamOpen(progress=progress), lambda: None, cast("DetachedCall", call)
-        )
-        calls.append(call)
-        wait_for(lambda: calls[-1].sends == 1, "what is sent")
-        assert [each.cancelled for each in calls] == [
-            place < number - 1 for place in range(number + 1)
-        ]
-    assert states(run)[0] == "connected"
-    streams.stop()
-    wait_for(lambda: states(run)[0] == "away", "these states")
-
-
-class UnreadCall:
-    """A call whose client takes nothing of what is sent."""
-
-    def __init__(self) -> None:
-        self.context, self.sends, self.cancelled = self, 0, False
-
-    def is_active(self) -> bool:
-        return not self.cancelled
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    def receive(self, received: Callable[[Any], None]) -> bool:
-        return True
-
-    def send(self, data: bytes, sent: Callable[[], None]) -> bool:
-        self.sends += 1
-        return True
+def test_of_a_ranks_streams_that_nobody_reads_two_stay(tmp_path: Path) -> None:
+    # More than what the client's side takes unread.
+    ids = pa.ListArray.from_arrays(
+        np.arange(0, 2**25 + 1, 2**20, np.int32), np.ones(2**25, np.uint8)
+    )
+    pq.write_table(pa.table({"ids": ids}), tmp_path / "ids.parquet")
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
+    with ExitStack() as until_end:
+        run, address = until_end.enter_context(serving(tmp_path, 2**20))
+        calls: list[Any] = []
+        joined = None
+        for _ in range(6):
+            channel = until_end.enter_context(grpc.insecure_channel(address, options=options))
+            rank = Rank(DataLoaderStub(channel), 0, joined)
+            if joined is None:
+                joined = rank.joined
+                while not next(rank.call).HasField("batches"):
+                    pass
+                continue  # from now on there is something for each stream at once
+            rank.call.initial_metadata()  # which comes as the first message is sent
+            calls.append(rank.call)
+            if len(calls) > 2:
+                wait_for(calls[-3].done, "the end of the third newest")
+        assert [call.done() for call in calls] == [True, True, True, False, False]
+        assert states(run)[0] == "connected"
 
 
 def test_a_stream_that_is_cancelled_as_it_begins_leaves_its_rank_away(
@@ -290,41 +278,16 @@ def test_a_stream_that_is_cancelled_as_it_begins_leaves_its_rank_away(
     run, stub = served
     ranks = launch(stub)
     ranks[0].take()
-    attached = threading.Event()
+    attached, opened = threading.Event(), DataLoader.open
 
-    def begun_late(context: Any, *arguments: Any) -> DetachedCall:
+    def opened_late(self: DataLoader, data: bytes, call: Call) -> ClientStream:
+        began = opened(self, data, call)
         attached.set()
-        wait_for(lambda: not context.is_active(), "the cancellation")
-        return DetachedCall(context, *arguments)
+        wait_for(lambda: not call.active, "the cancellation")
+        return began
 
-    monkeypatch.setattr(detached_call, "DetachedCall", begun_late)
+    monkeypatch.setattr(DataLoader, "open", opened_late)
     ranks[0].connect()
     assert attached.wait(PATIENCE_S)
     ranks[0].call.cancel()
     wait_for(lambda: states(run)[0] == "away", "these states")
-
-
-@pytest.fixture
-def other_grpcio(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A release of grpcio whose private parts take other arguments."""
-    monkeypatch.setitem(detached_call._CALLED, "_send_message", 3)
-    detached_call.is_supported.cache_clear()
-    yield
-    monkeypatch.undo()
-    detached_call.is_supported.cache_clear()
-
-
-def test_with_a_grpcio_that_is_not_known_each_stream_has_its_threads_and_the_log_says_so(
-    other_grpcio: None, caplog: pytest.LogCaptureFixture, served: tuple[ServedRun, DataLoaderStub]
-) -> None:
-    said = [record.getMessage() for record in caplog.get_records("setup")]
-    assert any(
-        f"grpcio {grpc.__version__} is not one that this release was made for" in line
-        for line in said
-    )
-    _, stub = served
-    before = set(threading.enumerate())
-    ranks = launch(stub)
-    in_turn(ranks, Rank.take_all)
-    assert "ids-streams" not in {thread.name for thread in {*threading.enumerate()} - before}
-    assert sorted({**ranks[0].samples, **ranks[1].samples, **ranks[2].samples}) == [*range(126)]

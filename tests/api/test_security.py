@@ -36,8 +36,8 @@ from tokenloom_proto.credentials import (
 )
 from tokenloom_proto.protocol import VERSION
 from tokenloom_server.api.auth import Access, Scope
-from tokenloom_server.api.grpc import servicer
-from tokenloom_server.api.grpc.auth_interceptor import PEEK_THREADS, READ_THREADS
+from tokenloom_server.api.grpc import endpoint
+from tokenloom_server.api.grpc.endpoint import PEEK_CALLS, READ_CALLS
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.page import page_files
@@ -383,7 +383,7 @@ def test_where_a_token_is_asked_for_the_server_answers_to_any_of_its_names(
 # gRPC: every method of every service that the server has
 
 #: The least scope of each RPC, by its path.
-RPCS = {path: rpc.scope for path, rpc in servicer.rpcs().items()}
+RPCS = {path: rpc.scope for path, rpc in endpoint.rpcs().items()}
 
 
 def rpcs() -> list[str]:
@@ -505,23 +505,9 @@ def test_a_stranger_is_refused_before_a_message_is_read(channel: grpc.Channel, m
     )
 
 
-def count_threads(pool: str) -> int:
-    return sum(thread.name.startswith(pool) for thread in threading.enumerate())
-
-
-def test_strangers_take_few_threads_and_none_of_the_trainers(channel: grpc.Channel) -> None:
-    for _ in range(100):
-        outcome(channel, "/tokenloom.v2.DataLoader/Join", None, b"")
-
-    assert count_threads("grpc-refusal_") <= 2
-
-
-@pytest.mark.parametrize(
-    ("name", "pool", "most"),
-    [("Stats", "grpc-reads_", READ_THREADS), ("Stream", "grpc-peeks_", PEEK_THREADS)],
-)
-def test_who_only_looks_takes_no_thread_of_the_trainers_and_health_has_threads_of_its_own(
-    channel: grpc.Channel, name: str, pool: str, most: int
+@pytest.mark.parametrize(("name", "most"), [("Stats", READ_CALLS), ("Stream", PEEK_CALLS)])
+def test_who_only_looks_takes_no_place_of_the_trainers_and_health_has_places_of_its_own(
+    channel: grpc.Channel, name: str, most: int
 ) -> None:
     over = threading.Event()
 
@@ -529,21 +515,27 @@ def test_who_only_looks_takes_no_thread_of_the_trainers_and_health_has_threads_o
         over.wait(120)
         yield from ()
 
-    # More calls than there are threads for them; each waits for a request that does not come.
+    health = "/grpc.health.v1.Health/Check"
+    assert (
+        outcome(channel, health, None, b"")[0] is grpc.StatusCode.OK
+    )  # connected, so that calls come in their order
+    # As many calls as there are places for them; each waits for a request that does not come.
     call_it = channel.stream_stream(f"/tokenloom.v2.DataLoader/{name}")
     waiting = [
-        call_it(silent(), metadata=metadata_of(f"Bearer {READ}"), timeout=120)
-        for _ in range(most + 5)
+        call_it(silent(), metadata=metadata_of(f"Bearer {READ}"), timeout=120) for _ in range(most)
     ]
     try:
-        wait_for(lambda: count_threads(pool) == most, f"{most} threads of {pool}")
+        further = call_it(iter([b"\xff"]), metadata=metadata_of(f"Bearer {READ}"), timeout=120)
         join = outcome(channel, "/tokenloom.v2.DataLoader/Join", f"Bearer {CONTROL}", b"")
         assert join == (grpc.StatusCode.NOT_FOUND, "NotFound")
-        assert outcome(channel, "/grpc.health.v1.Health/Check", None, b"")[0] is grpc.StatusCode.OK
+        assert outcome(channel, health, None, b"")[0] is grpc.StatusCode.OK
         assert (
             outcome(channel, "/tokenloom.v2.DataLoader/Stats", None, b"")[0]
             is grpc.StatusCode.UNAUTHENTICATED
         )
+        assert not further.done(), "nothing of it is read"
+        waiting.pop().cancel()
+        assert further.code() is grpc.StatusCode.INVALID_ARGUMENT
     finally:
         over.set()
         for call in waiting:

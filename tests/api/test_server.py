@@ -25,7 +25,7 @@ from support.trainer import World
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.api import grpc as grpc_service
-from tokenloom_server.api.grpc import GrpcServer, stream
+from tokenloom_server.api.grpc import GrpcServer, endpoint
 from tokenloom_server.errors import ConfigError
 
 #: No run of ids with a ledger in SQLite needs any of these.
@@ -152,7 +152,7 @@ def test_the_runs_that_rest_is_tested_with_have_the_owners_of_real_ones(
 def test_a_stream_that_is_opened_and_never_begun_is_ended(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "OPEN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(endpoint, "OPEN_TIMEOUT_S", 0.2)
     silent = threading.Event()
     with runs_of(tmp_path, mixture) as runs, over_grpc(runs) as address:
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as ended:

@@ -141,13 +141,12 @@ class Access:
     def hold(
         self, call: Any, token: Token, needed: Scope, run: str | None = ""
     ) -> Callable[[], None]:
-        """Rechecks the token of a gRPC call (its context) until that ends, and cancels it where the token is good for
-        it no more and it goes on all the same: its client reads nothing. Returns what rechecks it at once."""
+        """Rechecks the token of a gRPC call until that ends, and cancels it where the token is good for it no more and
+        it goes on all the same: its client reads nothing. Returns what rechecks it at once."""
         recheck = partial(self.recheck, token, needed, run)
         if token.digest:
             self._held[call] = [recheck, 0]
-            if not call.add_callback(lambda: self._held.pop(call, None)):
-                del self._held[call]
+            call.until_end.callback(self._held.pop, call)
         return recheck
 
     def _names(self) -> str:

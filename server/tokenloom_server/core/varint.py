@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 
+
+@lru_cache(4096)  # a message has two for each micro-step, mostly the same ones
 def varint(value: int) -> bytes:
     """An integer that is not negative: seven bits a byte, the lowest first."""
     out = bytearray()

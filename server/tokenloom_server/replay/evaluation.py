@@ -210,7 +210,6 @@ class Evaluation:
         digest: str,
     ) -> None:
         self.rank = call.rank
-        self.name = f"{coordinator.name}-{call.stream}-rank-{call.rank}"
         self._stream = stream
         self._call = call
         self._index = index
@@ -273,9 +272,6 @@ class Evaluation:
         self._stream.wake()
         with self._news:
             self._news.notify_all()
-
-    def finish(self, said_goodbye: bool) -> None:
-        """The client has all that it wants: nothing of an evaluation is to be committed."""
 
     def _slice(self, total: int) -> Slice:
         call, stream, begin = self._call, self._stream, self._index

@@ -167,7 +167,6 @@ class Peek:
         self._past = past
         self._batch_size = batch_size
         self._message_steps = coordinator.message_steps(batch_size)
-        self.name = f"{coordinator.name}-peek"
         self._replay = Replay(nearest.timeline, nearest.state)
         self._generation = nearest.generation
         # The sample that is next.
@@ -237,9 +236,6 @@ class Peek:
         """Makes a waiting ``next`` look at what interrupts it."""
         with self._changed:
             self._changed.notify_all()
-
-    def finish(self, said_goodbye: bool) -> None:
-        """The client has all that it wants: nothing of a peek is to be committed."""
 
     def close(self) -> None:
         """Takes back what was not begun."""

@@ -53,6 +53,8 @@ class Attempts:
     _refused_ranks: dict[str, RankRefusal] = field(default_factory=dict)
     #: Whose rank 0 is at the opening.
     _openings: set[str] = field(default_factory=set)
+    #: Whether an opening is on its way to the ledger: the run's lock is not to be had then.
+    writes: bool = False
 
     @property
     def is_opening(self) -> bool:
@@ -184,6 +186,14 @@ class Attempts:
             context.measures.revisions.add(revision is not None)
             self._refused.clear()
             self._present.begin(opening, start, commit, context.lease_clock(), epoch)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        self.writes = True
+        try:
+            yield
+        finally:
+            self.writes = False
 
     def reopen(self, opening: Opening) -> None:
         """Rank 0 asks again for what it opened. Raises ``NotLeader`` where that is being taken up anew."""

@@ -224,6 +224,7 @@ class Sessions:
         if item is not None:
             present.wake_producer()
             present.note_batch()
+            present.wake_rank(session.rank)  # for what comes after it
         # Only once it is consumed, too: the stream that ends with the error carries the reports till then.
         elif present.error is not None and generation.consumed_all(session.rank):
             raise present.error

@@ -7,26 +7,31 @@ micro-steps are handed over as they are.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import grpc
 from tokenloom_proto.delivered import Delivered
-from tokenloom_proto.threads import pool
+from tokenloom_proto.threads import Background, pool
 
 from tokenloom_server.api.auth import Access
-from tokenloom_server.api.grpc.servicer import DataLoader
+from tokenloom_server.api.grpc.rpc import Call, details_of, metadata_of, shown
+from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader
+from tokenloom_server.api.grpc.stream import BREAK_S, FINISH_S, NO_OPENING, ClientStream
 from tokenloom_server.api.service import Runs
+from tokenloom_server.errors import JoinRefused
 
 _Serializer = Callable[[Any], bytes]
 _Deserializer = Callable[[bytes], Any]
+_ADDRESS = "this process"
 
 
 class InProcessChannel(grpc.Channel):
     """To the runs of this process; whoever has it may do everything. Closing it ends nothing."""
 
     def __init__(self, runs: Runs) -> None:
-        self._handlers = DataLoader(runs, Access(), hands_over=True).handlers()
+        self._loader = DataLoader(runs, Access(), hands_over=True)
 
     def unary_unary(  # type: ignore[override]  # generated stubs give both
         self,
@@ -36,17 +41,19 @@ class InProcessChannel(grpc.Channel):
         **_: Any,
     ) -> Any:
         """A method of one request and one response. Deadlines are not kept: nobody here waits for another rank."""
-        handler = self._handler(method)
+        name = _name(method)
 
         def call(request: Any, **_: object) -> Any:
-            parsed, context = handler.request_deserializer(request_serializer(request)), _Context()
+            data, made = request_serializer(request), Call(None, _ADDRESS)
             # On a thread of its own: what a handler of signals raises, on the main one, is no failure of the server's.
             with pool(1, "call") as thread:
-                work = thread.submit(handler.unary_unary, parsed, context)
+                work = thread.submit(self._loader.respond, name, data, made)
                 try:
-                    return response_deserializer(handler.response_serializer(work.result()))
+                    return response_deserializer(work.result())
+                except Exception as error:
+                    raise _failure(self._loader, name, error) from None
                 finally:
-                    context.cancel()
+                    made.active = False
 
         return call
 
@@ -58,22 +65,14 @@ class InProcessChannel(grpc.Channel):
         **_: Any,
     ) -> Any:
         """A method of many requests and many responses; these as bytes without a deserializer, or as ``Delivered``."""
-        handler = self._handler(method)
+        _name(method)
 
         def call(requests: Iterable[Any], **_: object) -> InProcessCall:
-            parsed = (
-                handler.request_deserializer(request_serializer(request)) for request in requests
+            return InProcessCall(
+                self._loader, map(request_serializer, requests), response_deserializer
             )
-            return InProcessCall(handler, parsed, response_deserializer)
 
         return call
-
-    def _handler(self, method: str) -> Any:
-        details: Any = _Details(method)
-        handler: Any = self._handlers.service(details)
-        if handler is None:
-            raise NotImplementedError(f"{method} is no method of the service")
-        return handler
 
     def unary_stream(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("the service has no method of this kind")
@@ -100,15 +99,14 @@ class InProcessChannel(grpc.Channel):
 
 
 class InProcessCall:
-    """A call that responds as long as it is iterated."""
+    """A stream that goes on as long as it is iterated."""
 
     def __init__(
-        self, handler: Any, requests: Iterator[Any], deserializer: _Deserializer | None
+        self, loader: DataLoader, requests: Iterator[bytes], deserializer: _Deserializer | None
     ) -> None:
-        self._context = _Context()
-        self._responses = handler.stream_stream(requests, self._context)
-        self._serializer: _Serializer = handler.response_serializer
-        self._deserializer = deserializer
+        self._loader, self._requests, self._deserializer = loader, requests, deserializer
+        self._call = Call(None, _ADDRESS)
+        self._stream: ClientStream | None = None
         self._at_work = threading.Lock()
 
     def __iter__(self) -> InProcessCall:
@@ -116,21 +114,58 @@ class InProcessCall:
 
     def __next__(self) -> Any:
         with self._at_work:
-            response = next(self._responses)
-            if isinstance(response, Delivered):
-                return response
-            data = self._serializer(response)
-        return self._deserializer(data) if self._deserializer else data
+            try:
+                item = self._next()
+            except Exception as error:
+                self._end()
+                raise _failure(self._loader, "Stream", error) from None
+            if item is None:
+                self._end()
+                raise StopIteration
+        return self._deserializer(item) if self._deserializer and isinstance(item, bytes) else item
 
     def cancel(self) -> bool:
         """Ends the call: now, or, where it is at work, as soon as it looks whether somebody is still there."""
-        self._context.cancel()
+        self._call.active = False
+        if self._stream is not None:
+            self._stream.wake()
         if self._at_work.acquire(blocking=False):
             try:
-                self._responses.close()
+                self._end()
             finally:
                 self._at_work.release()
         return True
+
+    def _next(self) -> bytes | Delivered | None:
+        """None where the call is over."""
+        if not self._call.active:
+            return None
+        if self._stream is None:
+            first = next(self._requests, None)
+            if first is None:
+                raise JoinRefused(NO_OPENING)
+            self._stream = self._loader.open(first, self._call)
+            Background("progress", self._read, self._stream.coordinator.name).start()
+        item = self._stream.next()
+        if item is None and self._stream.closed:
+            time.sleep(BREAK_S)
+            if self._call.active:
+                self._stream.has_committed(FINISH_S)
+                self._stream.leave()
+        return item
+
+    def _read(self) -> None:
+        """What the client says meanwhile."""
+        assert self._stream is not None
+        for data in self._requests:
+            self._stream.read(data)
+            if self._stream.is_over():
+                return
+        self._stream.read(None)
+
+    def _end(self) -> None:
+        self._call.active = False
+        self._call.until_end.close()
 
 
 class CallFailed(grpc.RpcError):
@@ -150,38 +185,20 @@ class CallFailed(grpc.RpcError):
         return self._trailing
 
 
-class _Details(NamedTuple):
-    method: str
-    invocation_metadata: tuple[()] = ()
-
-
 class _Entry(NamedTuple):
     key: str
     value: str
 
 
-class _Context:
-    """The part of ``grpc.ServicerContext`` that the servicer uses."""
+def _failure(loader: DataLoader, name: str, error: Exception) -> CallFailed:
+    ending = shown(error)
+    loader.count_error(name, _ADDRESS, ending)
+    entries = tuple(_Entry(*entry) for entry in metadata_of(ending))
+    return CallFailed(getattr(grpc.StatusCode, ending.grpc_status), details_of(ending), entries)
 
-    def __init__(self) -> None:
-        self._active = True
-        self._trailing: tuple[_Entry, ...] = ()
 
-    def is_active(self) -> bool:
-        return self._active
-
-    def cancel(self) -> None:
-        self._active = False
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
-
-    def peer(self) -> str:
-        return "this process"
-
-    def set_trailing_metadata(self, entries: Iterable[tuple[str, str]]) -> None:
-        self._trailing = tuple(_Entry(key, value) for key, value in entries)
-
-    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        self._active = False
-        raise CallFailed(code, details, self._trailing)
+def _name(method: str) -> str:
+    service, _, name = method.strip("/").partition("/")
+    if service != SERVICE.full_name or name not in DataLoader.rpcs():
+        raise NotImplementedError(f"{method} is no method of the service")
+    return name

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
-from tokenloom_proto.threads import pool
+from tokenloom_proto.threads import Background
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
-from tokenloom_server.api.grpc.auth_interceptor import AuthInterceptor
-from tokenloom_server.api.grpc.detached_call import is_supported
 from tokenloom_server.api.grpc.rpc import MAX_REQUEST_BYTES
 from tokenloom_server.api.tls import Tls
 from tokenloom_server.errors import ConfigError, reason
 
 if TYPE_CHECKING:
-    from grpc_health.v1.health import HealthServicer
-
-    from tokenloom_server.api.grpc.servicer import DataLoader
+    from tokenloom_server.api.grpc.endpoint import Endpoint
     from tokenloom_server.api.service import Runs
-
-_log = logging.getLogger(__name__)
 
 #: A connection that is silent for so long is asked for a sign of life, and dropped where none comes within as much
 #: time again, seconds.
@@ -30,10 +27,13 @@ KEEPALIVE_S = 30
 #: A new connection has so long for the handshakes of TLS and HTTP/2, and one without a call is closed after so long,
 #: seconds: the client connects again when it calls.
 HANDSHAKE_S, IDLE_S = 10, 120
-#: Calls at a time, one thread each; gRPC refuses the next one. Room for the largest world twice, since a rank that
-#: reconnects comes before its old stream was seen to be broken, and for those who look on. (Streams that one thread
-#: serves have no thread, and are not counted: ``rank_streams.STREAMS_OF_A_RANK``.)
+#: A call that came waits so long for its turn, seconds.
+TURN_S = 600
+#: Calls at a time; gRPC refuses the next one. Room for the largest world twice, since a rank that reconnects comes
+#: before its old stream was seen to be broken, and for those who look on.
 MAX_CALLS = 2 * 4096 + 256
+
+_T = TypeVar("_T")
 
 
 class GrpcServer:
@@ -45,19 +45,12 @@ class GrpcServer:
         """Binds ``address`` (``host:port``, port 0 for a free one), for so many connections at a time: the next is
         closed at once. Raises ``ConfigError`` where that fails."""
         self._access = access
-        self._interceptor = AuthInterceptor(access)
-        self._health: HealthServicer | None = None
-        self._service: DataLoader | None = None
+        self._endpoint: Endpoint | None = None
         host = address.rpartition(":")[0]
         try:
             # gRPC counts for each address by itself; a name such as localhost has two.
             self._max_connections = max_connections // _try_to_listen(address)
-            self._server = grpc.server(
-                pool(MAX_CALLS, "grpc"),
-                interceptors=[self._interceptor],
-                maximum_concurrent_rpcs=MAX_CALLS,
-                options=_options(self._max_connections),
-            )
+            self._server = _on_loop(_made(_options(self._max_connections)))
             if access.tls is None:
                 port = self._server.add_insecure_port(address)
             else:
@@ -77,46 +70,50 @@ class GrpcServer:
     def start(self, runs: Runs, rest_address: str | None = None) -> None:
         """Serves ``runs``; ``rest_address`` is for who asks. Calls that came since the address was bound have waited,
         and are answered now."""
-        # Not at the top: the address is bound, and trainers that wait connect, while these are still to be imported.
-        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-        from grpc_reflection.v1alpha import reflection
+        # Not at the top: the address is bound, and trainers that wait connect, while this is still to be imported.
+        from tokenloom_server.api.grpc.endpoint import Endpoint
+        from tokenloom_server.api.grpc.servicer import DataLoader
 
-        from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader, rpcs
+        loader = DataLoader(runs, self._access, self._max_connections, rest_address)
 
-        service = self._service = DataLoader(
-            runs, self._access, self._max_connections, rest_address, serves_many=_serves_many()
-        )
-        self._server.add_generic_rpc_handlers((service.handlers(),))
-        self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        name = SERVICE.full_name
-        self._interceptor.rpcs, self._interceptor.count_error = rpcs(), runs.rpc_errors.add
-        reflection.enable_server_reflection(
-            (name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
-        )
-        self._server.start()
-        for each in (name, "", runs.identity):
-            self._health.set(each, health_pb2.HealthCheckResponse.SERVING)
+        async def begin() -> None:
+            self._endpoint = Endpoint(self._access, loader, runs, MAX_CALLS)
+            self._server.add_generic_rpc_handlers((self._endpoint,))
+            await self._endpoint.begin()
+            await self._server.start()
+
+        _on_loop(begin())
 
     def stop(self, grace_s: float) -> None:
         """Takes no new calls, and gives those under way ``grace_s`` seconds to end."""
-        if self._health is not None:
-            self._health.enter_graceful_shutdown()
-        self._server.stop(grace_s).wait(grace_s + 1.0)
-        self._interceptor.close()
-        if self._service is not None:
-            self._service.close()
+
+        async def end() -> None:
+            if self._endpoint is None:
+                await self._server.start()  # one that was not gives its address back to nobody
+            else:
+                await self._endpoint.end()
+            await self._server.stop(grace_s)
+
+        with suppress(TimeoutError):
+            _on_loop(end(), grace_s + 1.0)
+        if self._endpoint is not None:
+            self._endpoint.close()
 
 
-def _serves_many() -> bool:
-    """Whether one thread may serve the streams of a run's ranks."""
-    if not is_supported():
-        _log.warning(
-            "grpcio %s is not one that this release was made for: two threads serve each rank's stream, so from some "
-            "hundred ranks on the server takes several times the CPU; install the version of constraints.txt",
-            grpc.__version__,
-        )
-    return is_supported()
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """gRPC's: one for all servers of a process, since gRPC's own queue of events has but one."""
+    loop = asyncio.new_event_loop()
+    Background("grpc-loop", loop.run_forever).start()
+    return loop
+
+
+def _on_loop(work: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
+    return asyncio.run_coroutine_threadsafe(work, _loop()).result(timeout_s)
+
+
+async def _made(options: list[tuple[str, int]]) -> grpc.aio.Server:
+    return grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
 
 
 def _options(max_connections: int) -> list[tuple[str, int]]:
@@ -138,6 +135,11 @@ def _options(max_connections: int) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
         ("grpc.max_connection_idle_ms", IDLE_S * 1000),
+        # The calls of a large world come at once, and each has its turn. gRPC would drop what waits for half a minute,
+        # and some of more than a thousand.
+        ("grpc.server_max_unrequested_time_in_server", TURN_S),
+        ("grpc.server.max_pending_requests", MAX_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
         # Two servers on one port would share its connections without a word.
         ("grpc.so_reuseport", 0),
     ]

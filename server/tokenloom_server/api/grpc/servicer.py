@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
-from functools import partial
-from urllib.parse import unquote
+from collections.abc import Callable, Mapping
+from functools import cache
 
-import grpc
+from google.protobuf.message import Message
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_proto.delivered import Delivered
 from tokenloom_proto.release import own_release, require_compatible
 
 from tokenloom_server.api import audit
 from tokenloom_server.api.auth import Access, Scope, Token
-from tokenloom_server.api.grpc import join, stream
-from tokenloom_server.api.grpc.auth_interceptor import OTHER_RPCS, authorization_of
-from tokenloom_server.api.grpc.detached_call import GoesOn
+from tokenloom_server.api.grpc import join
 from tokenloom_server.api.grpc.messages import encode_delivery, hand_over
-from tokenloom_server.api.grpc.rank_streams import RankStreams
-from tokenloom_server.api.grpc.rpc import (
-    MAX_REPORT_BYTES,
-    MAX_REQUEST_BYTES,
-    Rpc,
-    handlers_of,
-    rpc,
-    rpcs_of,
+from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Call, Rpc, rpc
+from tokenloom_server.api.grpc.stream import (
+    NO_OPENING,
+    ClientStream,
+    Item,
+    RankSource,
+    StreamSource,
 )
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
@@ -44,7 +37,7 @@ from tokenloom_server.errors import (
     TokenloomError,
     Unauthenticated,
 )
-from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.replay.evaluation import EvaluationCall
 from tokenloom_server.run.join_call import MAX_WORLD_SIZE
 from tokenloom_server.run.losses import Report
 
@@ -63,26 +56,34 @@ class DataLoader:
         max_connections: int = MAX_WORLD_SIZE,
         rest_address: str | None = None,
         *,
-        serves_many: bool = False,
         hands_over: bool = False,
     ) -> None:
         """``max_connections``: how many trainers and others may have at a time. ``rest_address``: of this server, for
-        who knows its other one. ``serves_many``: one thread serves the ranks' streams of a run, until ``close``.
-        ``hands_over``: clients are in this process, and get micro-steps without a message around them."""
-        self._deliver: Callable[..., bytes | Delivered] = (
-            hand_over if hands_over else encode_delivery
-        )
+        who knows its other one. ``hands_over``: clients are in this process, and get micro-steps without a message
+        around them."""
+        self._deliver: Callable[..., Item] = hand_over if hands_over else encode_delivery
         self._rest_address = rest_address
         self._runs = runs
         self._access = access
         self._max_connections = max_connections
-        self._serves_many = serves_many
         self._release = own_release()
-        self._streams: dict[RunCoordinator, RankStreams] = {}
-        self._lock = threading.Lock()
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        return handlers_of(self, SERVICE.full_name)
+    @classmethod
+    @cache
+    def rpcs(cls) -> Mapping[str, Rpc]:
+        """By name."""
+        return {name: method.rpc for name, method in vars(cls).items() if hasattr(method, "rpc")}
+
+    def respond(self, name: str, data: bytes, call: Call) -> bytes:
+        """Does what a call asks for, and answers. Raises what is wrong with it."""
+        with caller.serving(self._caller(call), call.is_active):
+            answer: Message = getattr(self, name)(self.rpcs()[name].parse(data), call)
+        return answer.SerializeToString()
+
+    def open(self, data: bytes, call: Call) -> ClientStream:
+        """Begins the stream that a call is; ``data`` is its first message. Raises what is wrong with it."""
+        with caller.serving(self._caller(call), call.is_active):
+            return self.Stream(self.rpcs()["Stream"].parse(data), call)
 
     def count_error(self, method: str, address: str, error: TokenloomError) -> None:
         """A call of a method ended with an error."""
@@ -92,18 +93,18 @@ class DataLoader:
 
     # Training, but to peek and to evaluate.
     @rpc(Scope.READ, wire.JoinRequest, max_bytes=MAX_REQUEST_BYTES, trains=True)
-    def Join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:
+    def Join(self, request: wire.JoinRequest, call: Call) -> wire.JoinResponse:
         require_compatible(request.release, self._release)
-        answer = self._join(request, context)
+        answer = self._join(request, call)
         answer.release = self._release
         return answer
 
-    def _join(self, request: wire.JoinRequest, context: grpc.ServicerContext) -> wire.JoinResponse:
+    def _join(self, request: wire.JoinRequest, call: Call) -> wire.JoinResponse:
         if _evaluates(request):
             return join.evaluation(self._runs.get(request.run), request)
         if request.peek:
             return join.peek(self._served(request.run, request.stream), request)
-        self._require(Scope.TRAIN, context)
+        self._require(Scope.TRAIN, call)
         if not request.rank and request.world_size > self._max_connections:
             # No error: behind a proxy ranks may share connections.
             _log.warning(
@@ -114,47 +115,28 @@ class DataLoader:
         return join.training(self._served(request.run, request.stream), request)
 
     # Training, but to peek and to evaluate.
-    @rpc(Scope.READ, wire.StreamRequest, trains=True)
-    def Stream(
-        self, requests: Iterator[wire.StreamRequest], context: grpc.ServicerContext
-    ) -> Iterator[stream.Item | GoesOn]:
-        opened = stream.opening(requests, context)
-        looks = _evaluates(opened) or opened.peek
-        scope = Scope.READ if looks else Scope.TRAIN
-        responses: Generator[stream.Item | GoesOn, None, None]
-        token = self._require(scope, context)
-        with caller.serving(token.caller(unquote(context.peer())), context.is_active):
-            served = (
-                self._runs.get(opened.run)
-                if _evaluates(opened)
-                else self._served(opened.run, opened.stream)
-            )
-        recheck = self._access.hold(context, token, scope, opened.run)
-        if _evaluates(opened):
-            responses = stream.evaluation(served, opened, requests, context, self._deliver)
-        elif opened.peek:
-            responses = stream.peek(served, opened, requests, context, self._deliver)
-        else:
-            many = self._streams_of(served)
-            responses = stream.training(
-                served, opened, requests, context, self._deliver, recheck, many
-            )
-        served.closers.add(context.cancel)
-        try:
-            with closing(responses):
-                for response in responses:
-                    recheck()
-                    yield response
-        finally:
-            served.closers.discard(context.cancel)
+    @rpc(Scope.READ, wire.StreamRequest, trains=True, streams=True)
+    def Stream(self, first: wire.StreamRequest, call: Call) -> ClientStream:
+        if first.WhichOneof("kind") != "open":
+            raise JoinRefused(NO_OPENING)
+        opened = first.open
+        evaluates = _evaluates(opened)
+        scope = Scope.READ if evaluates or opened.peek else Scope.TRAIN
+        token = self._require(scope, call)
+        served = (
+            self._runs.get(opened.run) if evaluates else self._served(opened.run, opened.stream)
+        )
+        recheck = self._access.hold(call, token, scope, opened.run)
+        served.closers.add(call.cancel)
+        call.until_end.callback(served.closers.discard, call.cancel)
+        source = _source(served, opened, call, evaluates)
+        return ClientStream(served.coordinator, source, opened, self._deliver, recheck, call)
 
     # Control where it is to be saved.
     @rpc(Scope.READ, wire.SnapshotRequest)
-    def Snapshot(
-        self, request: wire.SnapshotRequest, context: grpc.ServicerContext
-    ) -> wire.SnapshotResponse:
+    def Snapshot(self, request: wire.SnapshotRequest, call: Call) -> wire.SnapshotResponse:
         if request.save:
-            self._require(Scope.CONTROL, context)
+            self._require(Scope.CONTROL, call)
         served = self._served(request.run, request.stream)
         index = None if request.sample_index == -1 else request.sample_index
         if index is not None and index < 0:
@@ -167,9 +149,7 @@ class DataLoader:
         return wire.SnapshotResponse(snapshot_json=text, id=snapshot_id or "")
 
     @rpc(Scope.CONTROL, wire.RestoreRequest, max_bytes=MAX_REQUEST_BYTES)
-    def Restore(
-        self, request: wire.RestoreRequest, context: grpc.ServicerContext
-    ) -> wire.RestoreResponse:
+    def Restore(self, request: wire.RestoreRequest, call: Call) -> wire.RestoreResponse:
         served = self._served(request.run, request.stream)
         kind = request.WhichOneof("point")
         for field in ("skip_samples", "skip_tokens"):
@@ -191,9 +171,7 @@ class DataLoader:
         )
 
     @rpc(Scope.READ, wire.StatsRequest)
-    def Stats(
-        self, request: wire.StatsRequest, context: grpc.ServicerContext
-    ) -> wire.StatsResponse:
+    def Stats(self, request: wire.StatsRequest, call: Call) -> wire.StatsResponse:
         if not request.run:
             about = {"runs": self._runs.names(), "rest_address": self._rest_address}
             return wire.StatsResponse(stats_json=json.dumps(about))
@@ -202,14 +180,12 @@ class DataLoader:
         )
 
     @rpc(Scope.READ, wire.PlanRequest)
-    def Plan(self, request: wire.PlanRequest, context: grpc.ServicerContext) -> wire.PlanResponse:
+    def Plan(self, request: wire.PlanRequest, call: Call) -> wire.PlanResponse:
         plan = self._runs.get(request.run).plan_from_start(request.until_tokens or None)
         return wire.PlanResponse(plan_json=plan.model_dump_json())
 
     @rpc(Scope.READ, wire.TokenizerRequest)
-    def Tokenizer(
-        self, request: wire.TokenizerRequest, context: grpc.ServicerContext
-    ) -> wire.TokenizerResponse:
+    def Tokenizer(self, request: wire.TokenizerRequest, call: Call) -> wire.TokenizerResponse:
         definition = self._runs.get(request.run).coordinator.order.record.tokenizer
         if definition is None:
             return wire.TokenizerResponse()
@@ -218,9 +194,7 @@ class DataLoader:
         )
 
     @rpc(Scope.TRAIN, wire.ReportRequest, max_bytes=MAX_REPORT_BYTES)
-    def Report(
-        self, request: wire.ReportRequest, context: grpc.ServicerContext
-    ) -> wire.ReportResponse:
+    def Report(self, request: wire.ReportRequest, call: Call) -> wire.ReportResponse:
         served = self._served(request.run, request.stream)
         sources = {each.source_id: (each.loss, each.tokens) for each in request.sources}
         if len(sources) < len(request.sources):
@@ -240,36 +214,13 @@ class DataLoader:
         served.losses.add(request.run_uid, request.generation, request.attempt, report)
         return wire.ReportResponse()
 
-    def close(self) -> None:
-        """Ends the threads of streams. To be called when the server takes no call any more."""
-        for coordinator in list(self._streams):
-            self._forget(coordinator)
-
-    def _streams_of(self, served: ServedRun) -> RankStreams | None:
-        if not self._serves_many:
-            return None
-        coordinator = served.coordinator
-        with self._lock:
-            streams = self._streams.get(coordinator)
-            if streams is None:
-                count = partial(self.count_error, "Stream", "a rank")
-                streams = self._streams[coordinator] = RankStreams(coordinator, count)
-                served.closers.add(partial(self._forget, coordinator))
-            return streams
-
-    def _forget(self, coordinator: RunCoordinator) -> None:
-        with self._lock:
-            streams = self._streams.pop(coordinator, None)
-        if streams is not None:
-            streams.stop()
-
-    def caller_of(self, context: grpc.ServicerContext) -> Caller:
+    def _caller(self, call: Call) -> Caller:
         """Who makes a call, for whom its work is done."""
-        return self._require(Scope.READ, context).caller(unquote(context.peer()))
+        return self._require(Scope.READ, call).caller(call.address)
 
-    def _require(self, scope: Scope, context: grpc.ServicerContext) -> Token:
+    def _require(self, scope: Scope, call: Call) -> Token:
         """For a request that asks for more than its method's scope. Raises ``Forbidden``."""
-        return self._access.check(authorization_of(context.invocation_metadata()), scope)
+        return self._access.check(call.authorization, scope)
 
     def _served(self, run: str, stream: str) -> ServedRun:
         served = self._runs.get(run)
@@ -291,7 +242,30 @@ def _evaluates(request: wire.JoinRequest | wire.StreamOpen) -> bool:
     return True
 
 
-def rpcs() -> dict[str, Rpc]:
-    """Every RPC of the server by its path, those of gRPC's own services, too."""
-    own = {f"/{SERVICE.full_name}/{name}": rpc for name, rpc in rpcs_of(DataLoader).items()}
-    return {**OTHER_RPCS, **own}
+def _source(
+    served: ServedRun, opened: wire.StreamOpen, call: Call, evaluates: bool
+) -> StreamSource:
+    """What a stream sends."""
+    uid, index, digest = opened.run_uid, opened.received_through, opened.received_digest
+    if evaluates:
+        return served.evaluations.open(uid, join.call_of(EvaluationCall, opened), index, digest)
+    if opened.peek:
+        return call.until_end.enter_context(
+            served.peeks.open(uid, index, opened.batch_size, digest)
+        )
+    sessions = served.coordinator.sessions
+    session = sessions.attach(
+        uid,
+        opened.generation,
+        opened.rank,
+        opened.nonce,
+        index,
+        opened.committed_through,
+        digest,
+        opened.server_epoch,
+        opened.attempt,
+        opened.process,
+        opened.number,
+    )
+    call.until_end.callback(sessions.detach, session)
+    return RankSource(sessions, session)
