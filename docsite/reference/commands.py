@@ -14,7 +14,6 @@ from docsite.reference.markdown import prose, table
 #: The page about what a command is for.
 GUIDES = {
     "checkpoint": "checkpoint-files.md",
-    "config": "options.md#options-from-the-environment-and-a-file",
     "demo": "quick-start.md",
     "fork": "forks.md",
     "import": "from-mosaic.md",

@@ -24,7 +24,10 @@ def test_every_command_has_its_section_with_every_option() -> None:
     for path, command in cli_commands():
         if not getattr(command, "commands", {}):
             names = [
-                name for option in command.params for name in option.opts if name.startswith("--")
+                name
+                for option in command.params
+                for name in option.opts
+                if name.startswith("--") and not getattr(option, "hidden", False)
             ]
             assert [name for name in names if name not in sections[path]] == [], path
     assert "control token" in sections["tokenloom token"]

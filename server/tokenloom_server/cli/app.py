@@ -29,7 +29,6 @@ from tokenloom_server.cli.root import App
 app = App()
 # In the order of --help; the groups of commands come last.
 add_command(app, serve.serve, **SETTINGS)
-add_command(app, serve.config, **SETTINGS)
 add_command(app, init.init)
 add_command(app, validate.validate)
 add_command(app, plan.plan)

@@ -163,8 +163,8 @@ def snapshot_text(path: Path, inside: str | None) -> str:
 
 # The mixture: a file, or the short form on the command line.
 
-#: The heading in --help of what stands instead of a mixture file.
-PANEL = "A mixture without a file"
+#: The headings in --help of what stands instead of a mixture file, and of what a mixture may read.
+PANEL, DATA = "A mixture without a file", "The data"
 Mixture = Annotated[
     Path | None,
     typer.Argument(help="A mixture file (YAML); see docs/mixture-file.md.", metavar="MIXTURE.yaml"),
@@ -211,48 +211,53 @@ class MixtureOptions:
     data_root: Annotated[
         list[str] | None,
         typer.Option(
-            help="A folder or URL below which all data and tokenisers of a mixture file must lie; may be given again. "
-            f"[env: {DATA_ROOTS}]",
+            help="A folder or URL below which all data and tokenisers of a mixture file must lie; may be given again; "
+            f"or {DATA_ROOTS}.",
             metavar="PLACE",
+            rich_help_panel=DATA,
         ),
     ] = None
     allow_plugins: Annotated[
         str | None,
         typer.Option(
-            help="Source schemes of other installed packages that a mixture may name; their code is run. "
-            "[env: TOKENLOOM_ALLOW_PLUGINS]",
+            help="Source schemes of other installed packages that a mixture may name; their code is run; "
+            "or TOKENLOOM_ALLOW_PLUGINS.",
             metavar="NAME,…",
+            rich_help_panel=DATA,
         ),
     ] = None
     allow_transforms: Annotated[
         str | None,
         typer.Option(
-            help="Experimental. Functions of yours that a mixture's sources may name as transform; their code is run. "
-            "[env: TOKENLOOM_ALLOW_TRANSFORMS]",
-            metavar="MODULE:FUNCTION,…",
+            help="Experimental. Functions of yours that a mixture's sources may name as transform; their code is run; "
+            "or TOKENLOOM_ALLOW_TRANSFORMS.",
+            metavar="NAME,…",
+            rich_help_panel=DATA,
         ),
     ] = None
     cache: Annotated[
         Path | None,
         typer.Option(
-            help="Keep what is read of remote storage in this folder of a local disk. [env: TOKENLOOM_CACHE]"
+            help="Keep what is read of remote storage in this folder of a local disk; or TOKENLOOM_CACHE.",
+            metavar="DIR",
+            rich_help_panel=DATA,
         ),
     ] = None
     cache_size: Annotated[
         str | None,
         typer.Option(
-            help="How large it may become; 100G if not given. [env: TOKENLOOM_CACHE_SIZE]",
-            metavar="SIZE",
+            help="How large it may become; 100G if not given; or TOKENLOOM_CACHE_SIZE.",
+            hidden=True,
         ),
     ] = None
     decompress_mib: Annotated[
         int | None,
         typer.Option(
-            help="MiB of memory that decoding a compressed file may take: 128 of zstd and 256 of xz if not given. "
-            "[env: TOKENLOOM_DECOMPRESS_MIB]",
-            metavar="MIB",
+            help="MiB of memory that decoding a compressed file may take: 128 of zstd and 256 of xz if not given; "
+            "or TOKENLOOM_DECOMPRESS_MIB.",
             min=1,
             max=99999,
+            hidden=True,
         ),
     ] = None
     dataset_mix: Annotated[
@@ -301,7 +306,7 @@ class MixtureOptions:
 
     def use_cache(self) -> None:
         """Whatever this process reads of remote storage is kept where --cache says, and what is compressed takes as
-        much memory as --decompress-mib. Raises ``ConfigError``."""
+        much memory as decompress-mib says. Raises ``ConfigError``."""
         from tokenloom_server.sources import compressed
         from tokenloom_server.storage import cache
 
