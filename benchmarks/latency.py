@@ -84,7 +84,7 @@ class Served:
     def start(self) -> float:
         """Starts the process and does not wait for it. Returns the monotonic time of the start."""
         self.ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "tokenloom_server", "serve", str(self._mixture)]
+        command = [sys.executable, "-m", "tokenloom_tools", "serve", str(self._mixture)]
         command += [
             "--grpc",
             self.grpc,

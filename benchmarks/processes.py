@@ -277,7 +277,7 @@ def serve(processes: Processes, mixture: Path, ledger: str | None = None) -> Ser
     """Starts ``tokenloom serve`` and waits until it is ready; its ledger is new unless given."""
     ready = processes.folder / f"{mixture.stem}.ready"
     ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tokenloom_server", "serve", str(mixture)]
+    command = [sys.executable, "-m", "tokenloom_tools", "serve", str(mixture)]
     command += [
         "--grpc",
         "127.0.0.1:0",

@@ -26,8 +26,8 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.order import builder
-from tokenloom_server.prepare.job import Job
-from tokenloom_server.prepare.preparer import prepare
+from tokenloom_tools.prepare.job import Job
+from tokenloom_tools.prepare.preparer import prepare
 
 from benchmarks import pictures
 from benchmarks.results import FOLDER, Figures, Result, Row, show

@@ -21,23 +21,24 @@ from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.listener import MAX_CONNECTIONS
 from tokenloom_server.api.rest.routes import MAX_PLANS
 from tokenloom_server.api.service import MAX_RUNS
-from tokenloom_server.cli.app import app as command_line
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.order import size_estimates
 from tokenloom_server.order.snapshot_document import MAX_BYTES as MAX_SNAPSHOT_BYTES
-from tokenloom_server.planning import picture, segments
-from tokenloom_server.prepare import shards
+from tokenloom_server.planning import segments
 from tokenloom_server.replay import peek as peeking
-from tokenloom_server.replay import trace as tracing
-from tokenloom_server.reports import trace as traced
 from tokenloom_server.run import losses, past
 from tokenloom_server.run.join_call import MAX_STEP_BYTES, MAX_WORLD_SIZE
 from tokenloom_server.run.past import MAX_PEEKS
 from tokenloom_server.run.restore import MAX_SKIPPED_TOKENS
 from tokenloom_server.run.revise import MAX_REVISIONS
 from tokenloom_server.run.snapshots import MAX_SAVED_SNAPSHOTS
-from tokenloom_server.tools import export
-from tokenloom_server.tools.peek import range as sample_range
+from tokenloom_tools import export
+from tokenloom_tools.cli.app import app as command_line
+from tokenloom_tools.past import trace as tracing
+from tokenloom_tools.peek import range as sample_range
+from tokenloom_tools.plan import picture
+from tokenloom_tools.prepare import shards
+from tokenloom_tools.reports import trace as traced
 from typer.main import get_command
 
 from docsite.reference.tables import pages, written

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tokenloom_server.cli.app import app
+from tokenloom_tools.cli.app import app
 from typer.main import get_command
 
 from docsite.reference.markdown import prose, table

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from tokenloom_server.cli.schema import schema_text
+from tokenloom_tools.cli.schema import schema_text
 
 from docsite.reference.markdown import prose, table
 

@@ -40,6 +40,7 @@ from tokenloom_server.api.tls import Tls
 from tokenloom_server.api.tokens import create, revoke, watched_tokens
 from tokenloom_server.api.watched_files import WatchedFiles, Watcher
 from tokenloom_server.errors import ConfigError, Unauthenticated
+from tokenloom_tools.routes.catalog import tool_routes
 
 MINE, OTHER = "wiki-small", "code"
 
@@ -82,7 +83,7 @@ def access(file: Path, token: str) -> Access:
 
 @pytest.fixture
 def rest(runs: Runs, access: Access, token: str) -> Iterator[httpx.Client]:
-    server = RestServer("127.0.0.1", 0, access)
+    server = RestServer("127.0.0.1", 0, access, routes=tool_routes)
     server.start(runs)
     headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False) as client:
@@ -96,7 +97,7 @@ def rest(runs: Runs, access: Access, token: str) -> Iterator[httpx.Client]:
 def test_a_token_for_some_runs_is_good_for_these_on_every_route_and_for_no_other(
     rest: httpx.Client, runs: Runs
 ) -> None:
-    routes = create_app(Backend(runs, "0"))
+    routes = create_app(Backend(runs, "0"), tool_routes())
     assert ("GET", "/v1/runs/{run}/stats") in routes.scopes
     for (method, path), scope in routes.scopes.items():
         values: dict[str, object] = defaultdict(lambda: 1, snapshot_id="s0-1")
@@ -374,7 +375,7 @@ def test_new_connections_get_new_certificates_and_open_ones_stay(
 
     issue()
     access = Access("c" * 32, tls=Tls.load(cert, key, None))
-    server = RestServer("127.0.0.1", 0, access)
+    server = RestServer("127.0.0.1", 0, access, routes=tool_routes)
     server.start(runs)
     with (
         over_grpc(runs, access) as address,

@@ -18,6 +18,8 @@ from support.served import Place, Trainer
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.served_run import ServedRun
+from tokenloom_tools.past.trace import Traces
+from tokenloom_tools.routes.catalog import tool_routes
 
 pytestmark = pytest.mark.browser
 
@@ -53,7 +55,10 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
         place = Place(folder, tmp_path_factory.mktemp("ledger"), document)
         served = place.serve()
         trainer = Trainer(served, 2, 1).train_to(60)
-        servers = [RestServer("127.0.0.1", 0), RestServer("127.0.0.1", 0, Access(CONTROL, READ))]
+        servers = [
+            RestServer("127.0.0.1", 0, routes=tool_routes),
+            RestServer("127.0.0.1", 0, Access(CONTROL, READ), routes=tool_routes),
+        ]
         for server in servers:
             server.start(place.runs)
             # FastAPI sets the process's filter of warnings while it makes an app: one is made after the other.
@@ -75,7 +80,7 @@ def test_samples_are_shown_as_the_model_saw_them_each_at_its_address(
     with watched(window, 416) as page:
         page.goto(f"{at}?index={web}")
         expect(page.get_by_role("heading", name=f"Sample {web}")).to_be_visible()
-        sample = real.served.traces.sample(web, None, True)
+        sample = real.served.companion(Traces).sample(web, None, True)
         shown = page.locator(".document-text").evaluate_all(
             "all => all.map(each => each.textContent)"
         )

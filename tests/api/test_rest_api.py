@@ -28,12 +28,13 @@ from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.problems import HTTP_ERRORS, SECURITY_HEADERS
 from tokenloom_server.api.rest.routes import MAX_PLANS
 from tokenloom_server.api.rest.server import RestServer
+from tokenloom_tools.routes.catalog import tool_routes
 
 JSON = {"content-type": "application/json"}
 
 
 def serve_rest(service: MemoryService, host: str = "127.0.0.1", port: int = 0) -> RestServer:
-    server = RestServer(host, port)
+    server = RestServer(host, port, routes=tool_routes)
     server.start(service)
     return server
 

@@ -45,9 +45,6 @@ from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.routes import Backend
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
-from tokenloom_server.cli.app import app
-from tokenloom_server.cli.serve import ServerAccess
-from tokenloom_server.cli.token import make_token
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.errors import (
     ConfigError,
@@ -60,6 +57,10 @@ from tokenloom_server.errors import (
 from tokenloom_server.order import snapshot, snapshot_document
 from tokenloom_server.run import join_call
 from tokenloom_server.run.join_call import JoinCall
+from tokenloom_tools.cli.app import app
+from tokenloom_tools.cli.serve import ServerAccess
+from tokenloom_tools.cli.token import make_token
+from tokenloom_tools.routes.catalog import tool_routes
 from typer.testing import CliRunner
 
 RUN = "wiki-and-code"
@@ -237,7 +238,7 @@ def test_a_token_may_travel_in_the_clear_on_this_machine_and_where_it_is_allowed
 # REST: every route that the app has
 
 
-APP = create_app(Backend(MemoryService(), "0"))
+APP = create_app(Backend(MemoryService(), "0"), tool_routes())
 #: By method and path.
 SCOPES = APP.scopes
 
@@ -281,7 +282,7 @@ def rest() -> Iterator[tuple[MemoryService, RestServer]]:
     service = MemoryService()
     service.put(run_stats(RUN))
     service.snapshot(RUN, 4096, save=True)
-    server = RestServer("127.0.0.1", 0, Access(CONTROL, READ))
+    server = RestServer("127.0.0.1", 0, Access(CONTROL, READ), routes=tool_routes)
     server.start(service)
     yield service, server
     assert server.stop()

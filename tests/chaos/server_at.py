@@ -138,7 +138,7 @@ def install(arm_file: Path, mutant: str) -> None:
 def main() -> None:
     _, arm_file, mutant, *arguments = sys.argv
     install(Path(arm_file), mutant)
-    from tokenloom_server.__main__ import main as serve
+    from tokenloom_tools.__main__ import main as serve
 
     sys.argv = ["tokenloom", *arguments]
     serve()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tokenloom_server.cli.app import app
+from tokenloom_tools.cli.app import app
 from typer.testing import CliRunner
 
 

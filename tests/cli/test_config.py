@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 from support.server_process import run_module
-from tokenloom_server import cli
-from tokenloom_server.cli.app import app
-from tokenloom_server.cli.common import RUN_LOGS, JsonFormatter
+from tokenloom_tools import cli
+from tokenloom_tools.cli.app import app
+from tokenloom_tools.cli.common import RUN_LOGS, JsonFormatter
 from typer.testing import CliRunner
 
 SERVER = Path(cli.__file__).parents[1]

@@ -9,7 +9,7 @@ import click
 import pytest
 from rich.text import Text
 from support.capabilities import commands
-from tokenloom_server.cli.app import app
+from tokenloom_tools.cli.app import app
 from typer.main import get_command
 from typer.testing import CliRunner
 

@@ -17,9 +17,9 @@ import yaml
 from jsonschema import Draft202012Validator
 from support.corpora import write_corpus
 from support.hub import card, stand_in_hub
-from tokenloom_server.cli import init as init_command
-from tokenloom_server.cli.app import app
-from tokenloom_server.cli.init import SCHEMA_FILE
+from tokenloom_tools.cli import init as init_command
+from tokenloom_tools.cli.app import app
+from tokenloom_tools.cli.init import SCHEMA_FILE
 from typer.testing import CliRunner
 
 TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizer"

@@ -27,15 +27,15 @@ from support.memory_service import run_stats, source_stats
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.order_fields import order_digest
 from tokenloom_server.core import state
-from tokenloom_server.demo import corpus, live, plan, processes, proof, receipts, service
-from tokenloom_server.demo.live import LiveDemo
-from tokenloom_server.demo.main import run_demo
-from tokenloom_server.demo.model import GPT
-from tokenloom_server.demo.plan import REFERENCE_RUN, RUN, Launch, Plan
-from tokenloom_server.demo.processes import Child, DemoFailed, Processes, wait_until
-from tokenloom_server.demo.proof import Disproved, Evidence, wire_type
-from tokenloom_server.demo.receipts import Receipts, ReceiptWriter, Samples, Step
-from tokenloom_server.demo.report import Report
+from tokenloom_tools.demo import corpus, live, plan, processes, proof, receipts, service
+from tokenloom_tools.demo.live import LiveDemo
+from tokenloom_tools.demo.main import run_demo
+from tokenloom_tools.demo.model import GPT
+from tokenloom_tools.demo.plan import REFERENCE_RUN, RUN, Launch, Plan
+from tokenloom_tools.demo.processes import Child, DemoFailed, Processes, wait_until
+from tokenloom_tools.demo.proof import Disproved, Evidence, wire_type
+from tokenloom_tools.demo.receipts import Receipts, ReceiptWriter, Samples, Step
+from tokenloom_tools.demo.report import Report
 
 # --- The corpora ---------------------------------------------------------------------------------------------------
 
@@ -477,7 +477,7 @@ def test_children_do_not_inherit_what_is_set_for_other_processes(
 )
 def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     start = (
-        "import sys, time; from pathlib import Path; from tokenloom_server.demo.processes import Processes\n"
+        "import sys, time; from pathlib import Path; from tokenloom_tools.demo.processes import Processes\n"
         f"child = Processes().start('sleeper', {SLEEP!r}, Path(sys.argv[1]))\n"
         "print(child.pid, flush=True); time.sleep(60)"
     )

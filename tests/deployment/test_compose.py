@@ -24,8 +24,8 @@ from support.redis_server import RedisServer, compose_version
 from support.server_process import CommandLine, server_forks
 from support.waiting import wait_for
 from tokenloom import ConnectionOptions, RemoteDataset
-from tokenloom_server.cli.options import DATA_ROOTS, MixtureOptions
 from tokenloom_server.config.data_roots import DataRoots
+from tokenloom_tools.cli.options import DATA_ROOTS, MixtureOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS_WITHIN_S = 60.0

@@ -19,8 +19,8 @@ from support.redis_server import RedisServer
 from support.server_process import MAIN, server_forks
 from support.waiting import wait_for
 from tokenloom import ConnectionOptions, RemoteDataset
-from tokenloom_server.cli.app import app
 from tokenloom_server.config import mixture_file as config
+from tokenloom_tools.cli.app import app
 from typer.main import get_command
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ import yaml
 from support.ports import free_port
 from support.prepared import job_of, nothing, shards_of, write_texts
 from support.ray_cluster import ray_folder
-from tokenloom_server.prepare.preparer import prepare
+from tokenloom_tools.prepare.preparer import prepare
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "ray"
 SCRIPT, JOB = FOLDER / "prepare.sbatch", FOLDER / "rayjob.yaml"

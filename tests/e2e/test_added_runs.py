@@ -27,7 +27,7 @@ from tokenloom_server.api.service import Runs
 from tokenloom_server.config import mixture_file
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.tools.remote import Remote
+from tokenloom_tools.remote import Remote
 
 BROKEN = "run: broken\nsequence_length: nine\n"
 

@@ -18,10 +18,10 @@ from support.trainer import Sample, World, rolling_digest
 from tokenloom_proto.address import Address
 from tokenloom_server.errors import BeyondHorizon, ConfigError, OrderMismatch
 from tokenloom_server.sources.open import open_source
-from tokenloom_server.tools.export import export
-from tokenloom_server.tools.peek import range as sample_range
-from tokenloom_server.tools.peek.range import SampleRange
-from tokenloom_server.tools.peek.servers import Servers
+from tokenloom_tools.export import export
+from tokenloom_tools.peek import range as sample_range
+from tokenloom_tools.peek.range import SampleRange
+from tokenloom_tools.peek.servers import Servers
 
 RUN = "leaving"
 #: From one sample within the run to another.

@@ -41,7 +41,7 @@ def limited_server(folder: Path, limit: int) -> Iterator[tuple[dict[str, str], i
         window_micro_steps=4,
     )
     (folder / "run.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
-    command = f"ulimit -n {limit}; exec {sys.executable} -m tokenloom_server serve run.yaml --grpc 127.0.0.1:0 "
+    command = f"ulimit -n {limit}; exec {sys.executable} -m tokenloom_tools serve run.yaml --grpc 127.0.0.1:0 "
     command += "--rest 127.0.0.1:0 --ready-file ready.json"
     ready = folder / "ready.json"
     with (folder / "log").open("wb") as log:

@@ -31,7 +31,7 @@ def test_a_limit_of_open_files_is_raised_and_where_it_cannot_be_the_server_refus
     }
     printed, ready = {}, {}
     for name, limit in limits.items():
-        command = f"{limit}; exec {sys.executable} -m tokenloom_server serve many.yaml --grpc 127.0.0.1:0 --rest "
+        command = f"{limit}; exec {sys.executable} -m tokenloom_tools serve many.yaml --grpc 127.0.0.1:0 --rest "
         command += f"127.0.0.1:0 --ledger sqlite:///{name}.db --ready-file {name}.json"
         with (tmp_path / f"{name}.log").open("wb") as log:
             server = subprocess.Popen(["bash", "-c", command], cwd=tmp_path, stdout=log, stderr=log)

@@ -26,9 +26,9 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import as_file
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.packing.tokenized_rows import TokenizedRows
-from tokenloom_server.prepare.job import Job
-from tokenloom_server.prepare.preparer import prepare
 from tokenloom_server.sources import lines
+from tokenloom_tools.prepare.job import Job
+from tokenloom_tools.prepare.preparer import prepare
 
 CODE = """
 import pathlib

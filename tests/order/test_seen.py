@@ -20,7 +20,7 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.packing.tokenized_rows import DocumentSpan
-from tokenloom_server.prepare.job import Job
+from tokenloom_tools.prepare.job import Job
 
 Flags = npt.NDArray[Any]
 #: The rows of ``CODE``, file after file; every third was seen, and none of the last ones.

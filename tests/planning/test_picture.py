@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.memory_service import run_plan
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.planning.picture import SHOWN_SOURCES, draw
 from tokenloom_server.planning.plan import PlannedSegment, RunPlan
+from tokenloom_tools.plan.picture import SHOWN_SOURCES, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 

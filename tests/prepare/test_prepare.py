@@ -33,13 +33,13 @@ from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceError, TokenloomError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.prepare.job import Job
-from tokenloom_server.prepare.journal import Journal
-from tokenloom_server.prepare.preparer import Done, OnRows, prepare
-from tokenloom_server.prepare.shards import ShardFormat, ShardWriter
 from tokenloom_server.sources import lines
 from tokenloom_server.storage.drafts import checksum
 from tokenloom_server.storage.folder import Folder
+from tokenloom_tools.prepare.job import Job
+from tokenloom_tools.prepare.journal import Journal
+from tokenloom_tools.prepare.preparer import Done, OnRows, prepare
+from tokenloom_tools.prepare.shards import ShardFormat, ShardWriter
 
 
 def job_of(folder: Path, document: dict[str, Any], **options: Any) -> Job:
@@ -436,7 +436,7 @@ def test_long_rows_and_many_empty_ones_are_cut_into_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numpy as np
-    from tokenloom_server.prepare import shards
+    from tokenloom_tools.prepare import shards
 
     monkeypatch.setattr(shards, "BATCH_IDS", 10)
     monkeypatch.setattr(shards, "BATCH_ROWS", 4)

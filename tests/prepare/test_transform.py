@@ -20,10 +20,10 @@ from support.waiting import wait_for
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.order import builder
-from tokenloom_server.prepare.preparer import Done, prepare
 from tokenloom_server.sources import lines
 from tokenloom_server.workers import processes
 from tokenloom_server.workers.processes import Transform
+from tokenloom_tools.prepare.preparer import Done, prepare
 
 CLEANING = """
 import os, signal, subprocess, time

@@ -17,7 +17,7 @@ from tokenloom_proto.file_errors import reason
 _RUN = """
 import json, sys
 from typer.testing import CliRunner
-from tokenloom_server.cli.app import app
+from tokenloom_tools.cli.app import app
 said = {}
 for name, arguments in json.loads(sys.argv[1]).items():
     result = CliRunner().invoke(app, arguments)

@@ -8,7 +8,7 @@ import pytest
 import tokenloom
 from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.release import own_release, require_compatible
-from tokenloom_server.cli.app import app
+from tokenloom_tools.cli.app import app
 from typer.testing import CliRunner
 
 

@@ -38,7 +38,6 @@ from support.trainer import with_connection
 from tokenloom import EvaluationDataset, LocalDataset, RemoteDataset
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.service import Runs
-from tokenloom_server.cli.app import app
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import (
@@ -51,6 +50,8 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.replay.evaluation import Evaluation, EvaluationCall, Slice
 from tokenloom_server.run.delivery import EndOfData, Waiting
+from tokenloom_tools.cli.app import app
+from tokenloom_tools.past.trace import Traces
 from typer.testing import CliRunner
 
 SHARE = 0.4
@@ -526,14 +527,14 @@ def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tokenloom_server.replay.stream_samples.TURN_TOKENS", 8 * 16)
     with serving(folder, held_out()) as (url, runs):
         with pytest.raises(BeyondHorizon, match="was not evaluated on since this server started"):
-            runs.get("test").traces.evaluated("validation", 0, False)
+            runs.get("test").companion(Traces).evaluated("validation", 0, False)
         samples = evaluated(url)
         with pytest.raises(BeyondHorizon, match=f"which made {len(samples)} of its samples"):
-            runs.get("test").traces.evaluated("validation", len(samples), False)
+            runs.get("test").companion(Traces).evaluated("validation", len(samples), False)
         with pytest.raises(NotFound, match="no stream 'valid'"):
-            runs.get("test").traces.evaluated("valid", 0, False)
+            runs.get("test").companion(Traces).evaluated("valid", 0, False)
         for index, sample in [*enumerate(samples)][::3]:
-            found = runs.get("test").traces.evaluated("validation", index, True)
+            found = runs.get("test").companion(Traces).evaluated("validation", index, True)
             assert (found.status, found.sample, found.source_id) == (
                 "evaluated",
                 index,

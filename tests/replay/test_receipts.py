@@ -13,17 +13,11 @@ from support.served import Trainer, revise, serving
 from tokenloom_server.core.state import FileCursor, State
 from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.replay.receipts import unique_tokens
-from tokenloom_server.reports.model_card import markdown
-from tokenloom_server.reports.receipt import (
-    BatchSizeFrom,
-    ExclusionReport,
-    GenerationReport,
-    Range,
-    RevisionInfo,
-)
-from tokenloom_server.reports.stats import SourceStats
+from tokenloom_server.reports.stats import RevisionInfo, SourceStats
 from tokenloom_server.run.past import with_samples
+from tokenloom_tools.past.receipts import Receipts, unique_tokens
+from tokenloom_tools.reports.model_card import markdown
+from tokenloom_tools.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range
 
 LENGTH = 8
 #: Tokens of one epoch: each row that has any is ended by one more.
@@ -98,7 +92,7 @@ def test_a_source_that_ended_by_its_tokens_is_reported_where_it_stands(
     document["mixture"]["children"][0] |= {"epochs": 3, "max_tokens": 800}
     with serving(folder, tmp_path, document) as served:
         Trainer(served, 1, 1).train_to(10**6)
-        report = served.receipts.report()
+        report = served.companion(Receipts).report()
     assert report.total_tokens == 800 > EPOCH
     assert report.ended is not None
     assert "max_tokens" in report.ended
@@ -122,10 +116,10 @@ def test_revisions_are_in_the_receipts_after_them_and_in_the_report(
         ).sample_index
         trainer.train_to(index + 10)
         for sample in (index - 1, index, index + 1, index + 10):
-            receipt = served.receipts.receipt(sample)
+            receipt = served.companion(Receipts).receipt(sample)
             assert len(receipt.revisions) == (sample > index)
             assert receipt.digest == json.loads(trainer.state(sample))["digest"]
-        report = served.receipts.report()
+        report = served.companion(Receipts).report()
     assert [(each.sample_index, each.author, each.reason) for each in report.revisions] == [
         (index, "ada", "taken down")
     ]
@@ -141,9 +135,9 @@ def test_what_was_skipped_is_in_the_receipts_and_counted_apart_in_the_report(
         served.restores.restore(sample_index=20, skip_samples=9)
         Trainer(served, 1, 5).train(4)
         for index, revisions in ((20, 0), (21, 1), (40, 1)):
-            receipt = served.receipts.receipt(index)
+            receipt = served.companion(Receipts).receipt(index)
             assert len(receipt.revisions) == revisions
-        report = served.receipts.report()
+        report = served.companion(Receipts).report()
     assert (report.sample_index, report.total_tokens, report.consumed_tokens) == (
         40,
         40 * LENGTH,

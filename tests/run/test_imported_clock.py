@@ -16,6 +16,7 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import JoinRefused, OrderMismatch
 from tokenloom_server.replay.peek import PeekCall
 from tokenloom_server.run.sizing import batch_plans_of
+from tokenloom_tools.past.receipts import Receipts
 
 CLOCK, LENGTH = 100_003, 8
 ENTRIES = [
@@ -151,8 +152,8 @@ def test_what_is_past_has_the_clock_of_its_line(place: Place, served: ServedRun)
             PeekCall(rank=0, world_size=1, batch_size=1, resume=str(begin + 5), state=b"")
         )
         assert peek[1].total_tokens == CLOCK + 5 * LENGTH
-        assert served.receipts.receipt(begin + 4).total_tokens == CLOCK + 4 * LENGTH
-        assert served.receipts.report().total_tokens == CLOCK + 20 * LENGTH
+        assert served.companion(Receipts).receipt(begin + 4).total_tokens == CLOCK + 4 * LENGTH
+        assert served.companion(Receipts).report().total_tokens == CLOCK + 20 * LENGTH
     # A restore to a sample after it, over some.
     point = served.restores.restore(sample_index=begin + 6, skip_tokens=3 * LENGTH)
     assert (point.sample_index, point.skips) == (begin + 6, {begin + 6: 3})

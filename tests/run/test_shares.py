@@ -12,6 +12,7 @@ import pytest
 from support.corpora import flat, write_txt
 from support.served import Place, Trainer, printed
 from tokenloom_server.reports.stats import RunStats
+from tokenloom_tools.past.receipts import Receipts
 
 SOURCES = ["txt:short.txt:text", "txt:long.txt:text"]
 #: Of their rows, with end of text.
@@ -133,7 +134,7 @@ def test_target_follows_a_schedule_and_beside_it_stands_what_was_expected_so_far
         Trainer(served, world_size=1, state=state).train_to(1200)
         expected = (0.75 * 512 + 0.5 * (1200 - 512)) / 1200
         assert of_first(served.stats.read()) == (0.5, pytest.approx(expected, abs=1e-9))
-        assert served.receipts.report().sources[0].expected_share == pytest.approx(
+        assert served.companion(Receipts).report().sources[0].expected_share == pytest.approx(
             expected, abs=1e-9
         )
 

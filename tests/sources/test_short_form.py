@@ -19,7 +19,6 @@ from support.features import LATENTS, MORE, write_features
 from support.features import document as bucketed
 from support.server_process import ServerProcess
 from support.trainer import World
-from tokenloom_server.cli.app import app
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.order_fields import order_digest
@@ -27,6 +26,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources import short_form
+from tokenloom_tools.cli.app import app
 from typer.testing import CliRunner, Result
 
 RUN: dict[str, Any] = {"run": "mix", "seed": 3, "tokenizer": "bytes", "sequence_length": 8}

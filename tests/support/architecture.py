@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 
-from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, Module, Tree
+from support.source_tree import CLIENT, PACKAGE_FOLDERS, PROTO, SERVER, TOOLS, Module, Tree
 
 #: From the ground up. A package (or a module beside the packages) may import those of the rows before its own, and its
 #: own modules; nothing points up, and neighbours in a row do not know each other.
@@ -26,11 +26,19 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("packing",),
         ("workers",),
         ("order",),
-        ("planning", "prepare"),
-        ("reports", "workers.cluster"),
-        ("run", "tools"),
+        ("planning", "workers.cluster"),
+        ("reports",),
+        ("run",),
         ("replay",),
         ("api",),
+    ),
+    #: All of them may import what is ``PUBLIC`` of the server, which knows none of them.
+    TOOLS: (
+        ("__init__",),
+        ("ledger", "moving", "plan", "prepare", "reports", "scan"),
+        ("checkpoint", "past", "remote"),
+        ("peek", "verify"),
+        ("export", "routes"),
         ("demo",),
         ("cli",),
         ("__main__",),
@@ -86,12 +94,30 @@ ONLY: dict[str, frozenset[str]] = {
     ),
 }
 
+#: What tools may import of the server: descriptions, readers and rules of packages that own no run, and of those that
+#: do what answers questions. A run's own parts, the ledgers' stores and the engines of streams are not among it.
+PUBLIC = tuple(
+    f"{SERVER}.{name}"
+    for name in (
+        *("catalog", "config", "core", "errors", "order", "planning", "reports"),
+        *("sources", "storage", "workers.cluster", "workers.processes"),
+        *("api.auth", "api.mixture_origin", "api.parent_death", "api.served_run", "api.server"),
+        *("api.rest.models", "api.rest.resources.plan", "api.rest.routes", "api.tls", "api.tokens"),
+        *("ledger.base", "ledger.commands", "ledger.open", "ledger.records", "ledger.refusals"),
+        *("ledger.rules", "mixing.catalog", "mixing.mixer", "mixing.policy", "mixing.weights"),
+        *("packing.base", "packing.buckets", "packing.documents", "packing.samples"),
+        *("packing.tokenized_rows", "packing.window", "run.evaluation_streams", "run.past"),
+        *("run.revise", "run.sizing", "run.timeouts", "run.views"),
+        *("tokenizer.engine", "tokenizer.files", "tokenizer.text"),
+    )
+)
+
 #: A process starts here. Whatever cannot be reached from one of these is dead.
 ENTRY_POINTS = (
     f"{SERVER}.tokenizer.chat_renderer",  # called by its name, in processes of functions
     f"{CLIENT}.__init__",
-    f"{SERVER}.__main__",
-    f"{SERVER}.demo.trainer",
+    f"{TOOLS}.__main__",
+    f"{TOOLS}.demo.trainer",
     f"{SERVER}.workers.cluster.readers.child",
 )
 
@@ -99,7 +125,7 @@ ENTRY_POINTS = (
 INTEGRATIONS = f"{CLIENT}.integrations"
 
 #: Client and server in one process: the demonstration is a user of both.
-USES_CLIENT_AND_TORCH = f"{SERVER}.demo"
+USES_CLIENT_AND_TORCH = f"{TOOLS}.demo"
 #: The server's part in a process that trains by itself: without a socket there is no wire to meet at. It is imported
 #: where a ``LocalDataset`` asks for it, and nowhere else, so that a trainer needs nothing of the server's.
 USES_SERVER = f"{CLIENT}.job_server.in_process"
@@ -117,7 +143,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
         frozenset(
             {
                 f"{SERVER}.api.grpc",
-                f"{SERVER}.tools.peek",
+                f"{TOOLS}.peek",
                 f"{CLIENT}.connection",
                 f"{PROTO}.dataloader_pb2_grpc",
                 f"{PROTO}.resume",
@@ -125,14 +151,17 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
             }
         ),
     ),
-    (("fastapi", "starlette", "uvicorn"), frozenset({f"{SERVER}.api.rest", f"{SERVER}.api.page"})),
+    (
+        ("fastapi", "starlette", "uvicorn"),
+        frozenset({f"{SERVER}.api.rest", f"{SERVER}.api.page", f"{TOOLS}.routes"}),
+    ),
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward", "jinja2"), frozenset({f"{SERVER}.tokenizer"})),
-    (("matplotlib",), frozenset({f"{SERVER}.planning.picture"})),
-    (("streaming", "litdata"), frozenset({f"{SERVER}.tools.moving"})),
+    (("matplotlib",), frozenset({f"{TOOLS}.plan.picture"})),
+    (("streaming", "litdata"), frozenset({f"{TOOLS}.moving"})),
     (("fsspec",), frozenset({f"{SERVER}.storage"})),
-    (("typer",), frozenset({f"{SERVER}.cli"})),
-    (("ray",), frozenset({f"{SERVER}.workers.cluster"})),
+    (("typer",), frozenset({f"{TOOLS}.cli"})),
+    (("ray",), frozenset({f"{SERVER}.workers.cluster", f"{TOOLS}.prepare.cluster"})),
     (
         ("torch",),  # without which all else of the client and of the server works
         frozenset(
@@ -152,7 +181,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
                 *(f"{CLIENT}.clock.lr_scheduler", f"{CLIENT}.losses", INTEGRATIONS),
                 USES_CLIENT_AND_TORCH,
                 # A trainer's checkpoint may be a file that only torch reads; where there is none, this says so.
-                f"{SERVER}.tools.checkpoint",
+                f"{TOOLS}.checkpoint",
             }
         ),
     ),
@@ -464,7 +493,12 @@ def circles(tree: Tree) -> Iterator[str]:
 
 def crossings(tree: Tree) -> Iterator[str]:
     """Client and server meet only in the wire contract, and the contract knows neither."""
-    forbidden = {CLIENT: (SERVER,), SERVER: (CLIENT,), PROTO: (CLIENT, SERVER)}
+    forbidden = {
+        CLIENT: (SERVER, TOOLS),
+        SERVER: (CLIENT, TOOLS),
+        TOOLS: (CLIENT,),
+        PROTO: (CLIENT, SERVER, TOOLS),
+    }
     for module in tree.modules.values():
         for target, line in module.imports:
             if not _is(module.name, (USES_CLIENT_AND_TORCH, USES_SERVER)) and _is(
@@ -473,10 +507,23 @@ def crossings(tree: Tree) -> Iterator[str]:
                 yield f"{module.at(line)}: {module.package} imports {target}; they meet only in {PROTO}"
 
 
+def private(tree: Tree) -> Iterator[str]:
+    """Tools use what the server says is public, and reach into no run."""
+    for module in tree.of(TOOLS):
+        for target, line in module.imports:
+            other = tree.resolve(target)
+            if other is not None and other.package == SERVER and not _is(other.name, PUBLIC):
+                yield f"{module.at(line)}: {module.name} imports {other.name}, which is not in PUBLIC"
+
+
 def undeclared(tree: Tree) -> Iterator[str]:
     """The client needs the base dependencies and nothing of the server's; the server what its extra names."""
     for module in tree.modules.values():
-        known = NEEDS[module.package] | sys.stdlib_module_names | set(PACKAGE_FOLDERS)
+        known = (
+            NEEDS[SERVER if module.package == TOOLS else module.package]
+            | sys.stdlib_module_names
+            | set(PACKAGE_FOLDERS)
+        )
         for target, line in module.imports:
             top = target.partition(".")[0]
             if top not in known:
@@ -687,7 +734,7 @@ def _changes(module: Module, constants: set[str]) -> Iterator[str]:
 def coordinated(tree: Tree) -> Iterator[str]:
     """Nobody but the parts of a run take its lock, and each part alone reads what it keeps to itself, and writes its
     fields."""
-    for module in tree.of(SERVER):
+    for module in tree.of(SERVER, TOOLS):
         is_part = module.name in COORDINATOR
         for node in ast.walk(module.syntax):
             owners = PARTS if is_part else COORDINATED
@@ -750,6 +797,6 @@ def _is_thread(node: ast.ClassDef) -> bool:
 
 Rule = Callable[[Tree], Iterator[str]]
 RULES: tuple[Rule, ...] = (
-    *(unplaced, upward, circles, crossings, undeclared, edges, impure, code_in_data, dead),
+    *(unplaced, upward, circles, crossings, private, undeclared, edges, impure, code_in_data, dead),
     *(import_time_work, coordinated, watched_over),
 )

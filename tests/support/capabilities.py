@@ -20,9 +20,10 @@ from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.problems import HTTP_ERRORS
 from tokenloom_server.api.rest.routes import Backend
-from tokenloom_server.cli.app import app
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.sources.catalog import BUILT_IN
+from tokenloom_tools.cli.app import app
+from tokenloom_tools.routes.catalog import tool_routes
 from typer.main import get_command
 
 from tests.support.catalog import CATALOG
@@ -74,7 +75,7 @@ def _commands() -> Iterator[str]:
 
 
 def _routes() -> Iterator[str]:
-    document = create_app(Backend(MemoryService(), "0")).openapi()
+    document = create_app(Backend(MemoryService(), "0"), tool_routes()).openapi()
     definitions = document["components"]["schemas"]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.routes import Backend
+from tokenloom_tools.routes.catalog import tool_routes
 
 from docsite.reference import tables
 from docsite.reference.markdown import table
@@ -23,7 +24,7 @@ TOKENS = {
 
 
 def routes() -> str:
-    app = create_app(Backend(MemoryService(), "0"))
+    app = create_app(Backend(MemoryService(), "0"), tool_routes())
 
     def rows() -> Iterator[tuple[str, ...]]:
         for path, operations in app.openapi()["paths"].items():

@@ -29,12 +29,13 @@ from tokenloom_proto.threads import faults
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.routes import Backend
-from tokenloom_server.cli.app import app
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_tools.cli.app import app
+from tokenloom_tools.routes.catalog import tool_routes
 from typer.testing import CliRunner
 
 from support.capabilities import commands as cli_commands
@@ -292,7 +293,9 @@ def _shown(message: Message) -> dict[str, Any]:
 
 
 def openapi(_: Path) -> dict[str, str]:
-    return {"openapi.json": _json(create_app(Backend(MemoryService(), "0")).openapi())}
+    return {
+        "openapi.json": _json(create_app(Backend(MemoryService(), "0"), tool_routes()).openapi())
+    }
 
 
 def metrics(_: Path) -> dict[str, str]:

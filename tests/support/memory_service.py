@@ -29,7 +29,6 @@ from tokenloom_server.errors import (
 from tokenloom_server.order.readers_stats import ReaderNode, ReaderSource, ReadersStats
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
 from tokenloom_server.reports.history import RunEvent, RunEvents, RunHistory, SourceHistory
-from tokenloom_server.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
 from tokenloom_server.reports.stats import (
     LedgerStats,
     MixtureInfo,
@@ -43,7 +42,10 @@ from tokenloom_server.reports.stats import (
     SnapshotInfo,
     SourceStats,
 )
-from tokenloom_server.reports.trace import TracedDocument, TracedMicroStep, TracedRank, TracedSample
+from tokenloom_tools.past.receipts import Receipts
+from tokenloom_tools.past.trace import Traces
+from tokenloom_tools.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
+from tokenloom_tools.reports.trace import TracedDocument, TracedMicroStep, TracedRank, TracedSample
 
 #: With a part for each metric about it.
 ACCESS = Access(tls=cast("Any", SimpleNamespace(is_stale=False)))
@@ -415,7 +417,6 @@ class MemoryService(Runs):
             history=owner(read=self.history, events=self.events),
             plan=partial(self.plan, run),
             plan_under=partial(self.plan_under, run),
-            receipts=owner(receipt=self.receipt, report=self.report),
             snapshots=owner(
                 take=self.snapshot,
                 list=self.snapshots,
@@ -423,12 +424,15 @@ class MemoryService(Runs):
                 saved=self.saved_snapshot,
             ),
             restores=owner(restore=self.restore, cancel=self.cancel),
-            traces=owner(
-                sample=self.trace_sample,
-                of_source=self.trace_of_source,
-                evaluated=self.trace_evaluated,
-                micro_step=self.trace_micro_step,
-            ),
+            companion={
+                Receipts: owner(receipt=self.receipt, report=self.report),
+                Traces: owner(
+                    sample=self.trace_sample,
+                    of_source=self.trace_of_source,
+                    evaluated=self.trace_evaluated,
+                    micro_step=self.trace_micro_step,
+                ),
+            }.__getitem__,
             mixture=owner(info=self.mixture, revise=self.revise, drop=self.drop_revisions),
         )
 

@@ -27,12 +27,12 @@ from tokenloom_server.ledger.records import CommittedState, StoredRevision, Stor
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.reports.stats import RunStats
-from tokenloom_server.reports.stats_text import print_stats
 from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join import Joined
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.sessions import Session
 from tokenloom_server.run.timeouts import Timeouts
+from tokenloom_tools.reports.stats_text import print_stats
 
 RUN = "test"
 PATIENCE_S = 120.0

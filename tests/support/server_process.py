@@ -28,7 +28,7 @@ STOP_DEADLINE_S = 120.0
 COMMAND_DEADLINE_S = 240
 
 
-MAIN = "tokenloom_server.__main__:main"
+MAIN = "tokenloom_tools.__main__:main"
 #: What servers and commands import while they work.
 _WORK = (
     *(
@@ -247,9 +247,9 @@ class CommandLine:
 
 
 def run_module(*arguments: object) -> Finished:
-    """``python -m tokenloom_server`` as a user types it, in an interpreter of its own with this one's environment."""
+    """``python -m tokenloom_tools`` as a user types it, in an interpreter of its own with this one's environment."""
     done = subprocess.run(
-        [sys.executable, "-m", "tokenloom_server", *map(str, arguments)],
+        [sys.executable, "-m", "tokenloom_tools", *map(str, arguments)],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S,
     )  # fmt: skip
     return Finished(done.returncode, done.stdout + done.stderr)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-CLIENT, SERVER, PROTO = "tokenloom", "tokenloom_server", "tokenloom_proto"
-PACKAGE_FOLDERS = {CLIENT: "client", SERVER: "server", PROTO: "proto"}
+CLIENT, SERVER, TOOLS, PROTO = "tokenloom", "tokenloom_server", "tokenloom_tools", "tokenloom_proto"
+PACKAGE_FOLDERS = {CLIENT: "client", SERVER: "server", TOOLS: "server", PROTO: "proto"}
 #: Folders of a room that have a row of their own in the table, above it.
 FLOORS = ("workers.cluster",)
 #: Beside the packages. Nothing that this project holds may teach a user to load a pickle.
@@ -61,7 +61,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Tree:
-    """All modules of the three packages, and the other Python files beside them."""
+    """All modules of the four packages, and the other Python files beside them."""
 
     modules: dict[str, Module]
     others: tuple[Module, ...]

@@ -25,10 +25,10 @@ from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
 from tokenloom_server.api.tls import Tls
-from tokenloom_server.cli.options import ReadAccess
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.tools.remote import ServerUnreachable
+from tokenloom_tools.cli.options import ReadAccess
+from tokenloom_tools.remote import ServerUnreachable
 
 SHORT = ConnectionOptions(connect_timeout_s=0.2)
 

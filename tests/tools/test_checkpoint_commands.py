@@ -24,17 +24,17 @@ from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, WIKI, advanced, mixture, order_of, write_corpus
 from support.imports import import_into, state_of
 from tokenloom_proto.seal import seal, unseal
-from tokenloom_server.cli.app import app
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order import snapshot_encode
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.tools.checkpoint import report
-from tokenloom_server.tools.checkpoint.content import Child, Content, Node, read
-from tokenloom_server.tools.checkpoint.difference import difference
-from tokenloom_server.tools.checkpoint.faults import faults
-from tokenloom_server.tools.checkpoint.file import DataState, find
-from tokenloom_server.tools.checkpoint.probabilities import chances
+from tokenloom_tools.checkpoint import report
+from tokenloom_tools.checkpoint.content import Child, Content, Node, read
+from tokenloom_tools.checkpoint.difference import difference
+from tokenloom_tools.checkpoint.faults import faults
+from tokenloom_tools.checkpoint.file import DataState, find
+from tokenloom_tools.checkpoint.probabilities import chances
+from tokenloom_tools.cli.app import app
 from typer.testing import CliRunner
 
 UID = "0123456789abcdef0123456789abcdef"

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenloom_proto.seal import seal
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.tools.verify.compare import compare
-from tokenloom_server.tools.verify.digests import DigestPoint, DigestSource, open_source
-from tokenloom_server.tools.verify.text import document, explain
+from tokenloom_tools.verify.compare import compare
+from tokenloom_tools.verify.digests import DigestPoint, DigestSource, open_source
+from tokenloom_tools.verify.text import document, explain
 
 TOKENS = 8
 

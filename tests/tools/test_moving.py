@@ -20,10 +20,10 @@ import yaml
 from support.corpora import mixture, order_of
 from support.mosaic import mosaic, write_mds
 from tokenloom import LocalDataset
-from tokenloom_server.cli.app import app
 from tokenloom_server.core.state import SourceState
-from tokenloom_server.tools.moving import litdata
-from tokenloom_server.tools.moving.mosaic import seen_samples
+from tokenloom_tools.cli.app import app
+from tokenloom_tools.moving import litdata
+from tokenloom_tools.moving.mosaic import seen_samples
 from typer.testing import CliRunner
 
 SAMPLES = 103

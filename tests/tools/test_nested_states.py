@@ -13,12 +13,12 @@ import yaml
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, order_of, parsed, write_corpus
 from support.imports import import_into, state_of
 from support.nested_states import OldInterleaved, Shape, in_process, in_workers, three_levels
-from tokenloom_server.cli.app import app
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.tools.checkpoint.content import NESTED, Content, read
-from tokenloom_server.tools.checkpoint.faults import faults
-from tokenloom_server.tools.checkpoint.file import find
-from tokenloom_server.tools.checkpoint.probabilities import chances, missing
+from tokenloom_tools.checkpoint.content import NESTED, Content, read
+from tokenloom_tools.checkpoint.faults import faults
+from tokenloom_tools.checkpoint.file import find
+from tokenloom_tools.checkpoint.probabilities import chances, missing
+from tokenloom_tools.cli.app import app
 from typer.testing import CliRunner
 
 

@@ -22,9 +22,9 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.documents import Documents
-from tokenloom_server.prepare.job import reading_once
 from tokenloom_server.storage import remote
-from tokenloom_server.tools.scan import LISTED_ROWS, look, scan
+from tokenloom_tools.prepare.job import reading_once
+from tokenloom_tools.scan import LISTED_ROWS, look, scan
 
 GOOD = '{"text": "some text of a row"}'
 

@@ -31,10 +31,10 @@ from support.waiting import wait_for
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SourceError, TokenloomError
 from tokenloom_server.order import builder
-from tokenloom_server.prepare.preparer import prepare
 from tokenloom_server.workers.cluster.connection import Needs, connect
-from tokenloom_server.workers.cluster.preparing import OnRay
 from tokenloom_server.workers.processes import Transform
+from tokenloom_tools.prepare.cluster import OnRay
+from tokenloom_tools.prepare.preparer import prepare
 
 NEEDS = Needs(cpus=0.5, memory_mb=50)
 #: Says whose texts are held until a file is there.
@@ -55,7 +55,7 @@ def gate(batch):
 def cluster() -> Iterator[Any]:
     head, second = {"ray_client_server_port": free_port()}, {"resources": {"second": 1}}
     with pytest.MonkeyPatch.context() as patch, s3_storage(), ray_cluster(head, second) as cluster:
-        patch.setattr("tokenloom_server.workers.cluster.preparing.LOOK_S", 0.1)
+        patch.setattr("tokenloom_tools.prepare.cluster.LOOK_S", 0.1)
         yield cluster
 
 
@@ -184,7 +184,7 @@ def test_the_first_shard_is_asked_for_on_another_node_where_one_has_stopped(
     write_jsonl(tmp_path / "x.jsonl", ["held x"])
     (tmp_path / "gate.py").write_text(GATE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tokenloom_server.workers.cluster.preparing.LATE_S", 1.0)
+    monkeypatch.setattr("tokenloom_tools.prepare.cluster.LATE_S", 1.0)
     needs, stopped = Needs(cpus=0.1), set[psutil.Process]()
 
     def is_elsewhere() -> bool:

@@ -21,11 +21,11 @@ from support.ray_cluster import ray_cluster
 from support.reader_faults import DOCUMENT, Faults, faulty_readers, samples, write_texts
 from support.waiting import wait_for
 from tokenloom import LocalDataset
-from tokenloom_server.cli.serve import Readers
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.workers.cluster.connection import Needs
 from tokenloom_server.workers.cluster.readers import link
 from tokenloom_server.workers.cluster.readers.link import RayReaders, ReaderOptions
+from tokenloom_tools.cli.serve import Readers
 
 
 @pytest.fixture(scope="module")

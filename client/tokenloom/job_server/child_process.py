@@ -160,7 +160,7 @@ class ChildServer:
         command = [
             sys.executable,
             "-m",
-            "tokenloom_server",
+            "tokenloom_tools",
             "serve",
             str(self.mixture),
             "--grpc",

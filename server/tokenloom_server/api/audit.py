@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from tokenloom_server.core import caller
 from tokenloom_server.core.control_characters import escaped
-from tokenloom_server.reports.receipt import RevisionInfo
-from tokenloom_server.reports.stats import skips_text
+from tokenloom_server.reports.stats import RevisionInfo, skips_text
 
 if TYPE_CHECKING:
     from tokenloom_server.api.served_run import ServedRun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tokenloom_server.api.companions import Companions
 from tokenloom_server.api.mixture_origin import MixtureOrigin
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
@@ -12,9 +13,7 @@ from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.replay.evaluation import Evaluations
 from tokenloom_server.replay.peek import Peeks
-from tokenloom_server.replay.receipts import Receipts
-from tokenloom_server.replay.trace import Traces
-from tokenloom_server.reports.receipt import RevisionInfo
+from tokenloom_server.reports.stats import RevisionInfo
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.evaluation_streams import EvaluationStreams
 from tokenloom_server.run.fork import ForkHandler
@@ -69,8 +68,8 @@ class ServedRun:
         self.peeks = Peeks(self.resume_points)
         self.evaluations = Evaluations(coordinator, streams)
         self.mixture = Mixture(coordinator, self.revision_handler)
-        self.receipts = Receipts(self.past, self.stats)
-        self.traces = Traces(self.past, self.evaluations)
+        #: What tools keep for this run.
+        self.companion = Companions(self)
         self._planner = Planner()
 
     def plan(self, until_tokens: int | None) -> RunPlan:

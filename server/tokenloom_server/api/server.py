@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from tokenloom_server.run.timeouts import Timeouts
 from tokenloom_server.storage.drafts import write_whole
 
 if TYPE_CHECKING:
+    from tokenloom_server.api.rest.routes import Routes
     from tokenloom_server.api.run_folder import RunFolder
     from tokenloom_server.api.service import Runs
     from tokenloom_server.config.run import RunConfig
@@ -71,6 +72,8 @@ class ServeOptions:
     """Users' functions that mixtures may name."""
     readers: ReaderOptions | None = None
     """Who reads text, if not the server."""
+    routes: Callable[[], Sequence[Routes]] = tuple
+    """REST routes of tools; called when the packages of REST are imported."""
 
 
 class Server:
@@ -101,7 +104,9 @@ class Server:
             raise
 
     def _bring_up(self, options: ServeOptions) -> None:
-        rest = self._rest = RestServer(*split_address("--rest", options.rest), options.access)
+        rest = self._rest = RestServer(
+            *split_address("--rest", options.rest), options.access, routes=options.routes
+        )
         if options.health is not None:
             # Why it is not ready is for who has a token; where REST asks for none, for nobody who asks here.
             access = options.access if options.access.closed else Access(secrets.token_hex())

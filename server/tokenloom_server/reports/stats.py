@@ -10,7 +10,28 @@ from tokenloom_server.core.rank_state import RankState
 from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.order.readers_stats import ReadersStats
 from tokenloom_server.reports.document import RunDocument
-from tokenloom_server.reports.receipt import RevisionInfo
+
+
+class RevisionInfo(Document):
+    """A change of the mixture from a sample index on."""
+
+    number: int
+    """Counts from 1."""
+    sample_index: int
+    """Of the first sample under it."""
+    total_tokens: int
+    """What the run has had before that sample."""
+    made_at: float
+    """Unix time, seconds."""
+    author: str
+    reason: str
+    changes: list[str]
+    """What it changes, a line each."""
+    in_force: bool
+    """Whether samples under it are committed, or next."""
+    eta_s: float | None = None
+    """In an answer to who makes it: when it is in force at the present rate, seconds from now; null elsewhere, and
+    where nothing was committed lately."""
 
 
 class SourceName(Document):

@@ -28,8 +28,7 @@ from tokenloom_server.order import revision_content, snapshot
 from tokenloom_server.order.mixture_content import as_file, places
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.reports.receipt import RevisionInfo
-from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo
+from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo, RevisionInfo
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.views import RunView
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI
@@ -20,16 +21,14 @@ from tokenloom_server.api.rest.resources import (
     metrics,
     mixture,
     plan,
-    receipts,
     restore,
     runs,
     snapshots,
-    trace,
 )
 from tokenloom_server.api.rest.routes import Backend, Routes, refuse_unknown_parameters
 
-#: Each has ``ROUTES``. A new resource is its module, and its name here.
-RESOURCES = (runs, history, plan, receipts, snapshots, restore, trace, mixture, health, metrics)
+#: Each has ``ROUTES``. A new resource of the service is its module, and its name here.
+RESOURCES = (runs, history, plan, snapshots, restore, mixture, health, metrics)
 
 
 class RestApp(FastAPI):
@@ -92,11 +91,16 @@ class RestApp(FastAPI):
         return Needed(Scope.READ)
 
 
-def create_app(backend: Backend, only_health: bool = False) -> RestApp:
-    """The REST interface to the runs of ``backend``; ``only_health``: without all that is for people and tools."""
+def create_app(
+    backend: Backend, routes: Sequence[Routes] = (), only_health: bool = False
+) -> RestApp:
+    """The REST interface to the runs of ``backend``. ``routes``: those of tools, beside the service's own.
+    ``only_health``: without all that is for people and tools."""
     app = RestApp(backend)
     for resource in (health,) if only_health else RESOURCES:
         app.add_resource(resource.ROUTES)
+    for each in () if only_health else routes:
+        app.add_resource(each)
     for file in () if only_health else page_files():
         app.add_file(*file)
     add_error_handlers(app)

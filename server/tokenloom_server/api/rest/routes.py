@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access, Scope
+from tokenloom_server.api.companions import Companions
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.models import ErrorBody
@@ -77,8 +78,11 @@ class Backend:
         default_factory=lambda: threading.BoundedSemaphore(MAX_PLANS)
     )
     """Held by each plan that is being made."""
-    drawing: threading.Lock = field(default_factory=threading.Lock)
-    """matplotlib's settings are the process's: one picture at a time."""
+
+    @cached_property
+    def companion(self) -> Companions:
+        """What tools keep for this server."""
+        return Companions(self)
 
     @cached_property
     def changes(self) -> RunFolder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import selectors
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.rest.listener import MAX_CONNECTIONS, MAX_HEALTH_CONNECTIONS, listen
 
 if TYPE_CHECKING:
+    from tokenloom_server.api.rest.routes import Routes
     from tokenloom_server.api.rest.uvicorn_server import Http
     from tokenloom_server.api.run_folder import RunFolder
     from tokenloom_server.api.service import Runs
@@ -31,9 +33,18 @@ class RestServer:
     """REST at an address that it holds from its constructor on. ``start`` makes it answer, ``stop`` ends it."""
 
     def __init__(
-        self, host: str, port: int, access: Access = OPEN_TO_ALL, *, only_health: bool = False
+        self,
+        host: str,
+        port: int,
+        access: Access = OPEN_TO_ALL,
+        *,
+        routes: Callable[[], Sequence[Routes]] = tuple,
+        only_health: bool = False,
     ) -> None:
-        """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had."""
+        """Binds ``host:port``, port 0 for a free one. Raises ``ConfigError`` when that address cannot be had.
+
+        ``routes`` gives those of tools; it is called when the packages of REST are imported."""
+        self._routes = routes
         self._access = access
         self._tls = None if only_health else access.tls  # probes have no certificates
         self._only_health = only_health
@@ -99,6 +110,7 @@ class RestServer:
             document.model_rebuild()  # which the first restore would otherwise wait for
         app = create_app(
             Backend(runs, version("tokenloom"), grpc_address, self._access, folder),
+            self._routes(),
             self._only_health,
         )
         http = self._http = Http(app, self._tls)

@@ -12,8 +12,7 @@ from tokenloom_server.api.rest.models import RunName
 from tokenloom_server.api.rest.routes import AppBackend, Routes
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.state import MAX_COUNTER
-from tokenloom_server.reports.receipt import RevisionInfo
-from tokenloom_server.reports.stats import MixtureInfo
+from tokenloom_server.reports.stats import MixtureInfo, RevisionInfo
 
 _CHANGE_EXAMPLES = {
     "weight": {

@@ -1,4 +1,4 @@
-"""The plan of a run: as figures, and as a picture."""
+"""The plan of a run, as figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import Body, Query
-from starlette.responses import Response
 
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import RunName
@@ -16,15 +15,10 @@ from tokenloom_server.config.described import Document
 from tokenloom_server.config.mixture_change import MixtureChange, PlannedChange
 from tokenloom_server.core.amounts import parse_amount
 from tokenloom_server.errors import LimitExceeded
-from tokenloom_server.planning.picture import draw
 from tokenloom_server.planning.plan import RunPlan
-from tokenloom_server.reports.receipt import RevisionInfo
+from tokenloom_server.reports.stats import RevisionInfo
 
-#: A picture's colours are styles within it; it needs nothing else, and no script.
-_PICTURE_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
-}
-_ERRORS = (409, 500)
+ERRORS = (409, 500)
 Tokens = Annotated[
     str | None,
     Query(
@@ -50,7 +44,8 @@ ROUTES = Routes()
 
 
 @contextmanager
-def _one_plan(backend: Backend, tokens: str | None) -> Iterator[int | None]:
+def one_plan(backend: Backend, tokens: str | None) -> Iterator[int | None]:
+    """While one plan is made: the total of tokens that it goes to. Raises ``LimitExceeded`` where others are made."""
     if not backend.plans.acquire(blocking=False):
         raise LimitExceeded(
             f"{MAX_PLANS} plans are being made, and this server makes no more at once, so that other requests find "
@@ -62,18 +57,18 @@ def _one_plan(backend: Backend, tokens: str | None) -> Iterator[int | None]:
         backend.plans.release()
 
 
-@ROUTES.add("GET", "/v1/runs/{run}/plan", Scope.READ, errors=_ERRORS, tags=["runs"])
+@ROUTES.add("GET", "/v1/runs/{run}/plan", Scope.READ, errors=ERRORS, tags=["runs"])
 def read_plan(backend: AppBackend, run: RunName, tokens: Tokens = None) -> RunPlan:
     """What the run will be.
 
     From where it is committed: when each source runs out, epochs, shares over the run's tokens, and where it ends.
     Reads a sample of each source the first time, which takes seconds.
     """
-    with _one_plan(backend, tokens) as until:
+    with one_plan(backend, tokens) as until:
         return backend.runs.get(run).plan(until)
 
 
-@ROUTES.add("POST", "/v1/runs/{run}/plan", Scope.READ, errors=(*_ERRORS, 416), tags=["mixture"])
+@ROUTES.add("POST", "/v1/runs/{run}/plan", Scope.READ, errors=(*ERRORS, 416), tags=["mixture"])
 def plan_change(
     backend: AppBackend,
     run: RunName,
@@ -86,33 +81,7 @@ def plan_change(
     out) is tried by a PATCH of the mixture with `dry_run`.
     """
     fields = {name: getattr(change, name) for name in change.model_fields_set}
-    with _one_plan(backend, tokens) as until:
+    with one_plan(backend, tokens) as until:
         tried = MixtureChange(reason="tried", dry_run=True, **fields)
         revision, plan = backend.runs.get(run).plan_under(tried, until)
     return ChangedPlan(revision=revision, plan=plan)
-
-
-@ROUTES.add(
-    "GET",
-    "/v1/runs/{run}/plan.svg",
-    Scope.READ,
-    errors=_ERRORS,
-    tags=["runs"],
-    response_class=Response,
-    responses={
-        200: {
-            "content": {"image/svg+xml": {"schema": {"type": "string"}}},
-            "description": "The picture.",
-        }
-    },
-)
-def draw_plan(backend: AppBackend, run: RunName, tokens: Tokens = None) -> Response:
-    """The plan as a picture.
-
-    Stacked shares over the run's tokens. Needs `pip install 'tokenloom[plot]'` at the server.
-    """
-    with _one_plan(backend, tokens) as until:
-        plan = backend.runs.get(run).plan(until)
-        with backend.drawing:
-            picture = draw(plan, "svg")
-    return Response(picture, media_type="image/svg+xml", headers=_PICTURE_HEADERS)

@@ -1,0 +1,89 @@
+"""``tokenloom runs``: the runs of a server, added, reloaded and removed while it serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from tokenloom_server.errors import ConfigError
+
+from tokenloom_tools.cli.common import print_json, say
+from tokenloom_tools.cli.options import ControlAccess, Url
+from tokenloom_tools.cli.revision import user_name
+
+if TYPE_CHECKING:
+    from tokenloom_tools.remote import Remote
+
+
+def runs(
+    url: Url,
+    add: Annotated[
+        Path | None,
+        typer.Option(
+            help="Add a run, of this mixture file on the server's machine. One that the ledger knows goes on where it "
+            "was.",
+            metavar="MIXTURE.yaml",
+        ),
+    ] = None,
+    reload: Annotated[
+        str | None,
+        typer.Option(
+            help="Have the mixture file of this run read again; one that could not be brought up is tried again. "
+            "Trainers go on, or wait for a moment.",
+            metavar="RUN",
+        ),
+    ] = None,
+    remove: Annotated[
+        str | None,
+        typer.Option(
+            help="Remove this run. Its trainers end with an error that says so; the ledger keeps the run.",
+            metavar="RUN",
+        ),
+    ] = None,
+    reason: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the mixture differs from the one in force, make that a revision, for this reason; else it is "
+            "refused."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+    *,
+    access: ControlAccess,
+) -> None:
+    """List the runs of a server, and the mixtures that it could not bring up or reload, with what is wrong; or add,
+    reload or remove a run while it serves.
+
+    Whether an added run is there again after a restart of the server, the answer says. A run is called as its file
+    where that could not be read.
+    """
+    server, why = access.connect(url), {"reason": reason, "author": user_name()}
+    if [add, reload, remove].count(None) < 2:
+        raise ConfigError("give at most one of --add, --reload and --remove")
+    if add is not None:
+        done, what = server.add_run(file=str(add.absolute()), **why), "added, from {}"
+    elif reload is not None:
+        done, what = server.reload_run(reload, **why), "reloaded, from {}"
+    elif remove is not None:
+        done, what = server.remove_run(remove), "removed; the ledger keeps it"
+    else:
+        _list(server, as_json)
+        return
+    say(f"{done.run}: {what.format(done.origin)}. {done.note}")
+
+
+def _list(server: Remote, as_json: bool) -> None:
+    listed = server.list_runs()
+    if as_json:
+        print_json(listed.model_dump())
+        return
+    for stats in server.stats():
+        waits = f"waits for {stats.waiting_for}" if stats.waiting_for else "trains"
+        state = stats.error or stats.ended or waits
+        say(f"{stats.run}: sample {stats.sample_index:,}, {stats.total_tokens:,} tokens; {state}")
+    for broken in listed.broken:
+        state = (
+            "served as it was; its mixture file was not taken" if broken.served else "not served"
+        )
+        say(f"{broken.run}: {state} ({broken.origin}): {broken.error}: {broken.message}")

@@ -1,0 +1,1 @@
+"""A ledger, copied, backed up and checked."""

@@ -1,0 +1,315 @@
+"""The past of a run, explained: which documents a sample's tokens are of, and which sample a rank got.
+
+Nothing of this is kept while a run trains. A trace goes forward from the nearest state known, in turns with the peeks,
+makes the samples again, and reads their rows once more from the cursors before them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import numpy as np
+from tokenloom_server.api.served_run import ServedRun
+from tokenloom_server.core import caller
+from tokenloom_server.core.hashing import slice_rotation
+from tokenloom_server.errors import (
+    BeyondHorizon,
+    ConfigError,
+    LimitExceeded,
+    NotFound,
+    ServerStopping,
+)
+from tokenloom_server.ledger.records import Opening
+from tokenloom_server.order.replay import Replay, beyond_the_end
+from tokenloom_server.run.past import covering, lineage
+from tokenloom_server.run.sizing import batch_plans_of
+from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
+
+from tokenloom_tools.past.documents import explain
+from tokenloom_tools.reports.trace import Status, TracedMicroStep, TracedRank, TracedSample
+
+#: Going forward to a sample takes so long at most, seconds; asked again, it goes on where it was.
+MAX_FORWARD_S = 240.0
+#: One trace tells of so many tokens (with their text: of fewer) and documents, unless it is of one sample: it has to be
+#: held, and the thread of all peeks makes it in few turns.
+MAX_TOKENS = 2**20
+MAX_TEXT_TOKENS = 2**18
+MAX_DOCUMENTS = 2**14
+
+
+class Traces:
+    """Traces of one run. Thread-safe."""
+
+    def __init__(self, run: ServedRun) -> None:
+        self._evaluations = run.evaluations
+        self._coordinator = run.coordinator
+        self._past = run.past
+        self._decoder_lock = threading.Lock()
+        self._decoder: Decode | None = None
+
+    def sample(self, index: int, generation: int | None, text: bool) -> TracedSample:
+        """One sample, as a generation had it (None: the present one).
+
+        Raises ``BeyondHorizon`` for a sample that was not produced, ``NotFound`` for an unknown generation,
+        ``TooManyPeeks``, ``LimitExceeded``, and what reading the data raises.
+        """
+        openings, last = self._openings(generation)
+        if last is openings[-1]:
+            self._check_produced(f"sample {index}", index, last)
+        samples, end = self._read(index, 1, generation, text)
+        if not samples:
+            raise beyond_the_end(index, end)
+        return self._placed(samples[0], covering(openings, index, generation), openings)
+
+    def evaluated(self, stream: str, index: int, text: bool) -> TracedSample:
+        """One sample that was evaluated on, of a stream beside training.
+
+        Raises ``NotFound`` for a stream that there is not, ``BeyondHorizon`` for a sample of it that nobody asked for
+        yet, and what ``sample`` does.
+        """
+        self._coordinator.require_lead()
+        self._evaluations.streams.check(stream)
+        samples = self._evaluations.samples(stream)
+        made = samples.made() if samples is not None else 0
+        if samples is None or index >= made:
+            raise BeyondHorizon(
+                f"sample {index} of stream {stream!r} of run {self._coordinator.name!r} was not evaluated on since "
+                f"this server started, which made {made} of its samples: evaluate on it, then trace"
+            )
+        with self._past.admitted():
+            replay = Replay(samples.timeline, samples.state_before(index))
+            self._past.forward(replay, index)
+            (sample,) = self._explained(replay, index, 1, text)
+        return sample.model_copy(update={"status": "evaluated"})
+
+    def of_source(self, source: str, number: int | None, text: bool) -> TracedSample:
+        """A committed sample of a source, by its alias or spec: its ``number``-th from 0, where what was passed over is
+        not counted; None: one at random, each as likely as the others.
+
+        Raises ``NotFound`` for an unknown source, ``BeyondHorizon`` where it has given fewer, and what ``sample`` does.
+        """
+        openings, _ = self._openings(None)
+        view = self._coordinator.view()
+        sources = view.timeline.at(view.state.sample_index).config.sources
+        source_id = next((each.id for each in sources if source in (each.name, each.source)), None)
+        if source_id is None:
+            names = ", ".join(repr(each.name) for each in sources)
+            raise NotFound(
+                f"source: run {self._coordinator.name!r} has no source {source!r}; it has {names}"
+            )
+        first = min(opening.start_index for opening in lineage(openings))
+        with self._past.admitted():
+            begins, ends = (
+                self._past.nearest(first).state.given(source_id),
+                view.state.given(source_id),
+            )
+            if begins == ends or not begins <= (begins if number is None else number) < ends:
+                raise BeyondHorizon(
+                    f"number: source {source!r} of run {self._coordinator.name!r} has given {ends} samples that are "
+                    f"committed, of which this ledger knows those from number {begins} on; found {number}"
+                )
+            number = begins + secrets.randbelow(ends - begins) if number is None else number
+            index = self._index_of(source_id, number, first, view.state.sample_index)
+        return self.sample(index, None, text)
+
+    def _index_of(self, source_id: int, number: int, begin: int, end: int) -> int:
+        """The sample index of a source's ``number``-th sample, which lies from ``begin`` on and before ``end``."""
+        past, deadline = self._past, time.monotonic() + MAX_FORWARD_S
+        nearest = past.nearest(begin)
+        while begin + 1 < end:
+            middle = (begin + end) // 2
+            known = past.nearest(middle)
+            if known.state.given(source_id) > number:
+                end = known.state.sample_index
+            else:
+                begin, nearest = middle, known
+        timeline, before = nearest.timeline, nearest.state
+        replay = Replay(timeline, before)
+        while replay.is_before(end) and replay.state().given(source_id) <= number:
+            before = replay.state()
+            past.remember(nearest.generation, before, timeline)
+            if caller.has_gone() or time.monotonic() > deadline:
+                raise ServerStopping(
+                    f"sample {number} of the source was not reached in {MAX_FORWARD_S:g} s, but sample "
+                    f"{before.sample_index} of the run was; ask again for number {number}"
+                )
+            past.turn(partial(replay.turn, end))
+        pick = timeline.at(before.sample_index).config.pick_samples
+        steps = -(-(replay.sample_index - before.sample_index) // pick)
+        group = past.turn(partial(Replay(timeline, before).samples, pick, steps))
+        places = np.flatnonzero(group.source_ids[0, : len(group.marks)] == source_id)
+        return group.begin + int(places[number - before.given(source_id)])
+
+    def micro_step(
+        self, micro_step: int, rank: int | None, generation: int | None, text: bool
+    ) -> TracedMicroStep:
+        """A micro-step of a generation (None: the present one), counted from 0: all of it, or what a rank got.
+
+        Raises what ``sample`` does, and ``ConfigError`` for a rank that the generation does not have.
+        """
+        openings, opening = self._openings(generation)
+        plan = batch_plans_of(opening).at_step(micro_step)
+        world, size = plan.world_size, plan.batch_size
+        if rank is not None and rank >= world:
+            raise ConfigError(
+                f"rank is {rank}, but generation {opening.generation} has ranks 0 to {world - 1}"
+            )
+        begin = plan.index_of(micro_step)
+        if opening is openings[-1]:
+            self._check_produced(f"micro-step {micro_step}", begin, opening)
+        rotation = slice_rotation(self._coordinator.order.config.seed, begin, world)
+        begins = {
+            each: begin + (each + rotation) % world * size
+            for each in (range(world) if rank is None else (rank,))
+        }
+        first, count = (begin, plan.step_samples) if rank is None else (begins[rank], size)
+        samples, end = self._read(first, count, generation, text)
+        if end <= begin or (
+            end < first + count and self._coordinator.order.config.last_micro_step == "drop"
+        ):
+            raise BeyondHorizon(
+                f"micro-step {micro_step} of generation {opening.generation} does not exist: it would begin at sample "
+                f"{begin} and have {plan.step_samples}, and the data end at sample {end}"
+            )
+        placed = {sample.sample: self._placed(sample, opening, openings) for sample in samples}
+        ranks = []
+        for each, rank_begin in begins.items():
+            of_rank = [
+                placed[index] for index in range(rank_begin, rank_begin + size) if index in placed
+            ]
+            ranks.append(TracedRank(rank=each, samples=of_rank, padding=size - len(of_rank)))
+        return TracedMicroStep(
+            generation=opening.generation,
+            micro_step=micro_step,
+            begin=begin,
+            end=begin + plan.step_samples if end >= first + count else end,
+            world_size=world,
+            batch_size=size,
+            rotation=rotation,
+            ranks=ranks,
+        )
+
+    def _openings(self, generation: int | None) -> tuple[Sequence[Opening], Opening]:
+        """The openings of all generations, and of the given one (None: the present one)."""
+        self._coordinator.require_lead()
+        openings = self._past.openings()
+        if not openings:
+            raise BeyondHorizon(
+                f"run {self._coordinator.name!r} has delivered nothing yet: no trainer has joined it"
+            )
+        return openings, next(lineage(openings, generation))
+
+    def _check_produced(self, name: str, index: int, opening: Opening) -> None:
+        """That the present generation has produced what begins at a sample index. Raises ``BeyondHorizon``."""
+        coordinator = self._coordinator
+        view = coordinator.view()
+        produced = view.commit.sample_index
+        if view.generation.number == opening.generation:
+            produced = max(produced, view.generation.produced_index)
+        if index >= produced:
+            raise BeyondHorizon(
+                f"{name} of run {coordinator.name!r} was not delivered: it begins at sample {index}, and generation "
+                f"{opening.generation}, which began at sample {opening.start_index}, has produced those before "
+                f"{produced}; `tokenloom peek` shows what comes"
+            )
+
+    def _placed(
+        self, sample: TracedSample, opening: Opening | None, openings: Sequence[Opening]
+    ) -> TracedSample:
+        """With the place that its generation gave it; None: that is not known here."""
+        status = self._status(sample.sample, opening, openings)
+        if opening is None:
+            return sample.model_copy(update={"status": status})
+        plan = batch_plans_of(opening).at_index(sample.sample)
+        steps, in_step = divmod(sample.sample - plan.start_index, plan.step_samples)
+        slice_number, place = divmod(in_step, plan.batch_size)
+        rotation = slice_rotation(
+            self._coordinator.order.config.seed, sample.sample - in_step, plan.world_size
+        )
+        rank = (slice_number - rotation) % plan.world_size
+        update = {
+            "generation": opening.generation,
+            "status": status,
+            "micro_step": plan.first_step + steps,
+            "rank": rank,
+            "place": place,
+        }
+        return sample.model_copy(update=update)
+
+    def _status(self, index: int, opening: Opening | None, openings: Sequence[Opening]) -> Status:
+        if covering(openings, index) is not opening:
+            return "rewound"
+        return "committed" if index < self._coordinator.committed_through else "produced"
+
+    # --- making samples again ------------------------------------------------------------------------
+
+    def _read(
+        self, first: int, count: int, generation: int | None, text: bool
+    ) -> tuple[list[TracedSample], int]:
+        """Samples of the order from ``first`` on, without their places, and the index after them: there are fewer where
+        the data end (perhaps before ``first``), or where samples have another length."""
+        past, deadline = self._past, time.monotonic() + MAX_FORWARD_S
+        with past.admitted():
+            nearest = past.nearest(first, generation)
+            config = nearest.timeline.at(first).config
+            _check_tokens(count, config.sequence_length, text)
+            replay = Replay(nearest.timeline, nearest.state)
+            past.forward(
+                replay,
+                first - first % config.pick_samples,  # of a run of batches whole ones are made
+                generation=nearest.generation,
+                out_of_time=lambda: time.monotonic() > deadline,
+            )
+            samples = self._explained(replay, first, count, text)
+        return samples, min(replay.sample_index, first + count)
+
+    def _explained(self, replay: Replay, first: int, count: int, text: bool) -> list[TracedSample]:
+        """Samples from ``first`` on, as far as a replay gives them, which stands there or shortly before."""
+        past, traced, decode = (
+            self._past,
+            dict[int, TracedSample](),
+            self._decode() if text else None,
+        )
+        for group in past.in_turns(replay.groups(first + count)):
+            # Reading the rows of one source again takes no longer than making the samples.
+            for samples in past.in_turns(
+                explain(replay.timeline.at(group.begin), group, decode, text)
+            ):
+                traced |= {sample.sample: sample for sample in samples}
+                _check_documents(count, traced.values())
+        return [traced[index] for index in sorted(traced) if first <= index < first + count]
+
+    def _decode(self) -> Decode | None:
+        """Ids to text; None where the run has no tokeniser. Loaded once: a large vocabulary takes a second."""
+        definition = self._coordinator.order.record.tokenizer
+        if definition is None:
+            return None
+        with self._decoder_lock:
+            if self._decoder is None:
+                self._decoder = (
+                    bytes_decoder() if definition.is_bytes else load_decoder(definition.content)
+                )
+            return self._decoder
+
+
+def _check_tokens(count: int, length: int, text: bool) -> None:
+    """That one trace may tell of so many samples of a length. Raises ``LimitExceeded``."""
+    most = MAX_TEXT_TOKENS if text else MAX_TOKENS
+    if count > 1 and count * length > most:
+        raise LimitExceeded(
+            f"{count} samples have {count * length} tokens, and one trace tells of {most} at most"
+            f"{' with their text' if text else ''}: ask for one rank of the micro-step, or for a sample"
+        )
+
+
+def _check_documents(count: int, traced: Iterable[TracedSample]) -> None:
+    """That one trace may tell of the documents of so many samples. Raises ``LimitExceeded``."""
+    if count > 1 and sum(len(sample.documents) for sample in traced) > MAX_DOCUMENTS:
+        raise LimitExceeded(
+            f"{count} samples have more than {MAX_DOCUMENTS} documents, and one trace tells of no more: ask for one "
+            "rank of the micro-step, or for a sample"
+        )
