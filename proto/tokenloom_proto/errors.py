@@ -186,8 +186,9 @@ class AttemptUsed(TokenloomError, grpc="ALREADY_EXISTS", http=409):
 
     #: What to do about it.
     remedy: ClassVar[str] = (
-        "An attempt id is used once: start each launch, restarts included, with an attempt= of its own, the same on "
-        "all ranks. Processes that are started again within a SLURM job step have the id of those before: give it there"
+        "An attempt id is used once: start each launch, restarts included, with LaunchOptions(attempt=…) of its own, "
+        "the same on all ranks. Processes that are started again within a SLURM job step have the id of those before: "
+        "give it there"
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from conftest import LENGTH, SPECS, Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
-from support.trainer import World
-from tokenloom import RemoteDataset
+from support.trainer import World, with_connection
+from tokenloom import LaunchOptions, RemoteDataset
 from tokenloom_proto.errors import JoinRefused, SnapshotInvalid
 
 ANNEAL = {
@@ -45,7 +45,11 @@ def parent(server: ServerProcess) -> RemoteDataset:
 def trained(server: ServerProcess, run: str, steps: int, **options: Any) -> RemoteDataset:
     """A trainer of one rank that took so many batches, and is closed."""
     dataset = RemoteDataset(
-        server.url(run), 2, rank=0, world_size=1, attempt=f"{run}-{steps}", **options
+        server.url(run),
+        2,
+        rank=0,
+        world_size=1,
+        **with_connection({"attempt": f"{run}-{steps}", **options}),
     )
     batches = iter(dataset)
     for _ in range(steps):
@@ -62,7 +66,11 @@ def test_a_fork_goes_on_with_the_cursors_of_its_parent_under_its_own_mixture(
         went_on = world.steps(10).receipt.sequence(parent.sample_index)
 
     fork = RemoteDataset(
-        server.url("anneal"), 2, rank=0, world_size=1, attempt="fork", fork_from=state
+        server.url("anneal"),
+        2,
+        rank=0,
+        world_size=1,
+        launch=LaunchOptions(attempt="fork", fork_from=state),
     )
     batches = [next(batch) for batch in [iter(fork)] for _ in range(10)]
     assert (fork.sample_index, fork.total_tokens) == (60, 60 * LENGTH)
@@ -84,17 +92,27 @@ def test_a_fork_goes_on_with_the_cursors_of_its_parent_under_its_own_mixture(
     with pytest.raises(JoinRefused, match="has begun"):
         iter(
             RemoteDataset(
-                server.url("anneal"), 2, rank=0, world_size=1, attempt="again", fork_from=state
+                server.url("anneal"),
+                2,
+                rank=0,
+                world_size=1,
+                launch=LaunchOptions(attempt="again", fork_from=state),
             )
         )
     continued = RemoteDataset(
-        server.url("anneal"), 2, rank=0, world_size=1, attempt="on", fork_from=state
+        server.url("anneal"),
+        2,
+        rank=0,
+        world_size=1,
+        launch=LaunchOptions(attempt="on", fork_from=state),
     )
     continued.load_state_dict(fork.state_dict())
     expected = next(iter(continued))["input_ids"].tolist()
     continued.close()
     elsewhere = start_server(corpus.folder / "anneal.yaml")
-    moved = RemoteDataset(elsewhere.url("anneal"), 2, rank=0, world_size=1, attempt="moved")
+    moved = RemoteDataset(
+        elsewhere.url("anneal"), 2, rank=0, world_size=1, launch=LaunchOptions(attempt="moved")
+    )
     moved.load_state_dict(fork.state_dict())
     assert next(iter(moved))["input_ids"].tolist() == expected
     moved.close()
@@ -132,16 +150,18 @@ def test_what_cannot_be_forked_is_refused(
                 2,
                 rank=0,
                 world_size=1,
-                attempt="self",
-                fork_from=state,
-                takeover=True,
+                launch=LaunchOptions(attempt="self", fork_from=state, takeover=True),
             )
         )
     alone = start_server(corpus.folder / "refused.yaml")
     with pytest.raises(SnapshotInvalid, match="serve its mixture file with this server, too"):
         iter(
             RemoteDataset(
-                alone.url("refused"), 2, rank=0, world_size=1, attempt="alone", fork_from=state
+                alone.url("refused"),
+                2,
+                rank=0,
+                world_size=1,
+                launch=LaunchOptions(attempt="alone", fork_from=state),
             )
         )
     done = tokenloom("fork", f"{server.rest_url}/refused")

@@ -14,7 +14,7 @@ from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, write_corpus
 from support.nested_states import in_workers, three_levels
 from support.server_process import CommandLine
 from support.trainer import Sample, World
-from tokenloom import LocalDataset, RemoteDataset
+from tokenloom import LaunchOptions, LocalDataset, RemoteDataset
 
 SPECS = [CODE, DOCS, PROSE, WIKI]
 LENGTHS = [sum(map(len, ROWS[spec])) for spec in SPECS]
@@ -88,7 +88,9 @@ def test_a_fork_and_a_dataset_without_a_server_begin_there_and_another_shape_is_
     folder: Path, state: dict[str, Any], start_server: StartServer
 ) -> None:
     server = start_server(folder / "branch.yaml", folder / "nested.yaml")
-    with RemoteDataset(server.url("branch"), 1, fork_from=state, rank=0, world_size=1) as dataset:
+    with RemoteDataset(
+        server.url("branch"), 1, launch=LaunchOptions(fork_from=state), rank=0, world_size=1
+    ) as dataset:
         remote = [batch["input_ids"].tolist() for batch in dataset]
     with LocalDataset(folder / "nested.yaml", 1) as local:
         local.load_state_dict(state)

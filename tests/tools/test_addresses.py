@@ -16,7 +16,7 @@ import yaml
 from support.corpora import flat, write_corpus
 from support.ports import free_port
 from support.served import runs_of
-from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom import ConnectionOptions, LaunchOptions, RemoteDataset
 from tokenloom.errors import ServerUnavailable
 from tokenloom_proto.address import ServerAddress, reached_at
 from tokenloom_proto.errors import ProtocolError, Unauthenticated
@@ -108,7 +108,9 @@ def test_every_form_is_a_datasets(ports: Ports) -> None:
         f"grpc://{ports.grpc}/test",
     ]
     for form in forms:
-        with RemoteDataset(form, 1, rank=0, world_size=1, resume="fresh", takeover=True) as dataset:
+        with RemoteDataset(
+            form, 1, rank=0, world_size=1, resume="fresh", launch=LaunchOptions(takeover=True)
+        ) as dataset:
             assert dataset.run == "test", form
             if form == forms[0]:
                 assert isinstance(next(iter(dataset))["input_ids"], torch.Tensor)

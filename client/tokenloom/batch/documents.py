@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.layout import Layout, NumpyBatch
 from tokenloom.batch.memory import ArrayPool
+from tokenloom.errors import ProtocolError
 
 #: Where tokens begin and end among the ids of each sample; [micro-steps, B] each.
 Filled = tuple[NDArray[np.int64], NDArray[np.int64]]

@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.documents import DocumentColumns, Filled
 from tokenloom.batch.layout import IGNORED, PADDING, Layout, NumpyBatch, Samples, StepNumbers
 from tokenloom.batch.memory import ArrayPool
+from tokenloom.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

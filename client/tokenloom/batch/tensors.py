@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.arrays import ArrayMaker, Steps
 from tokenloom.batch.layout import RawColumn
+from tokenloom.errors import ProtocolError
 
 
 class TensorMaker(ArrayMaker):

@@ -17,12 +17,10 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
-from tokenloom_proto.errors import Fenced, JoinRefused, SnapshotInvalid
-
 from tokenloom.batch.arrays import Steps
 from tokenloom.connection.join import Opening, Request
 from tokenloom.connection.metrics import Metrics, Waits
-from tokenloom.errors import ServerUnavailable
+from tokenloom.errors import Fenced, JoinRefused, ServerUnavailable, SnapshotInvalid
 from tokenloom.snapshot import Point
 
 log = logging.getLogger("tokenloom")

@@ -18,7 +18,6 @@ from tokenloom_proto import process
 from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
-from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.release import own_release
 from tokenloom_proto.resume import counts_at, real_tokens, sources_of
 from tokenloom_proto.threads import Loop
@@ -38,6 +37,7 @@ from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.step_schedule import BatchPlan, StepSchedule
 from tokenloom.connection.topology import Topology
+from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import Base, Point
 
 log = logging.getLogger("tokenloom")

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
-from tokenloom_proto.errors import TokenloomError
 from tokenloom_proto.threads import Loop
 
 from tokenloom.connection.channel import Channels, failure, retryable
 from tokenloom.connection.join import Request
+from tokenloom.errors import TokenloomError
 
 log = logging.getLogger("tokenloom")
 

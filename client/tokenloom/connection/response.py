@@ -11,7 +11,8 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.delivered import Delivered, DeliveredBucket
-from tokenloom_proto.errors import ProtocolError
+
+from tokenloom.errors import ProtocolError
 
 #: Messages below this are left to protobuf: copying so few ids costs less than finding them.
 SMALL_BYTES = 16 * 1024

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from tokenloom_proto.errors import ProtocolError
+from tokenloom.errors import ProtocolError
 
 #: Groups of micro-steps that are fetched ahead: one to take from, one to follow it, and two on their way while the
 #: server hears that it may send them.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from tokenloom_proto.batch_schedule import BatchSchedule, Sizes
 
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions, check_count
+from tokenloom.connection.topology import LaunchOptions
 from tokenloom.datasets.connected import RunUrl, SlotOf
 from tokenloom.datasets.order import OrderDataset
 
@@ -24,11 +25,10 @@ class CommittedDataset(OrderDataset):
         slot_of: SlotOf,
         connection: ConnectionOptions | None,
         *,
+        launch: LaunchOptions,
         batch_size: int | Sizes | None,
         resume: str | None,
-        fork_from: Mapping[str, Any] | None,
         accumulate: int,
-        at_end: Literal["stop", "raise"],
         **fields: Any,
     ) -> None:
         """``fields``: further fields of ``Request``."""
@@ -43,9 +43,7 @@ class CommittedDataset(OrderDataset):
             raise ValueError(
                 'resume must be "latest", "fresh" or the id of a snapshot; got an empty text'
             )
-        if at_end not in ("stop", "raise"):
-            raise ValueError(f'at_end must be "stop" or "raise"; got {at_end!r}')
-        if fork_from is not None and resume:
+        if launch.fork_from is not None and resume:
             raise ValueError(
                 f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them"
             )
@@ -54,8 +52,8 @@ class CommittedDataset(OrderDataset):
             fields["batch_size"] = batch_size
         elif batch_size is not None:
             fields["batch_sizes"] = BatchSchedule.read(batch_size, accumulate).sizes
-        fields |= {"resume": resume or "", "accumulate": accumulate}
-        super().__init__(url, slot_of, connection, fork_from=fork_from, at_end=at_end, **fields)
+        fields |= {"resume": resume or "", "accumulate": accumulate, "takeover": launch.takeover}
+        super().__init__(url, slot_of, connection, fork_from=launch.fork_from, **fields)
 
     @property
     def accumulate(self) -> int:

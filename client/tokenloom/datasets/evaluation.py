@@ -13,7 +13,7 @@ import torch
 from tokenloom.connection.options import ConnectionOptions, check_count
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.stream import Connection
-from tokenloom.connection.topology import resolve
+from tokenloom.connection.topology import LaunchOptions, resolve
 from tokenloom.datasets.connected import TRAIN, RunUrl, batches_of
 from tokenloom.datasets.tensors import TensorBatches
 from tokenloom.job_server.mixture_file import mixture_path
@@ -73,8 +73,7 @@ class EvaluationDataset(TensorBatches):
                 resolve,
                 rank=rank,
                 world_size=world_size,
-                attempt=attempt,
-                process_group=process_group,
+                launch=LaunchOptions(attempt=attempt, process_group=process_group),
             ),
             connection,
             stream=stream,

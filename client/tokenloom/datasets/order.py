@@ -7,16 +7,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Literal
-
-from tokenloom_proto.errors import ProtocolError
+from typing import Any
 
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.datasets.base import ResumableDataset
 from tokenloom.datasets.connected import ConnectedDataset, RunUrl, SlotOf, batches_of
-from tokenloom.errors import EndOfData
-from tokenloom.snapshot import History, Loaded, Point
+from tokenloom.errors import ProtocolError
+from tokenloom.snapshot import History, Loaded
 
 log = logging.getLogger("tokenloom")
 #: What there is to say of a length.
@@ -38,7 +36,6 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         connection: ConnectionOptions | None,
         *,
         fork_from: Mapping[str, Any] | None = None,
-        at_end: Literal["stop", "raise"] = "stop",
         **fields: Any,
     ) -> None:
         """``fork_from``: the state of another run that this one begins at, where none is loaded; the rest as for
@@ -46,7 +43,6 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         self._fork = Loaded.read(fork_from) if fork_from is not None else None
         super().__init__(url, slot_of, connection, **fields)
         self._start = Loaded.start(self.run, self.stream)
-        self._at_end = at_end
 
     def _batches(self) -> Iterator[Any]:
         """Joins the run if that was not done, and goes on after the last batch yielded."""
@@ -70,19 +66,10 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         taken = self._connection.take()
         if taken is None:
             self._history.finish()
-            raise StopIteration if self._at_end == "stop" else self._end_of_data(self._history.last)
+            raise StopIteration
         batch, point = taken
         self._history.append(point)
         return batch
-
-    def _end_of_data(self, point: Point) -> EndOfData:
-        return EndOfData(
-            f"the data of {self._request.address} end at sample index {point.sample_index} ({point.total_tokens} "
-            f"tokens): {self.end_reason}",
-            reason=self.end_reason or "",
-            sample_index=point.sample_index,
-            total_tokens=point.total_tokens,
-        )
 
     def _join(self) -> None:
         fork = self._fork if self._loaded is None else None

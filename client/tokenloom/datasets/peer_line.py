@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from tokenloom_proto.errors import named
 
 from tokenloom.batch.frame import write_frame
 from tokenloom.batch.layout import Batch
+from tokenloom.errors import named
 from tokenloom.snapshot import Point
 
 #: What a message is.

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenloom_proto.credentials import CONTROL_VARIABLE
-from tokenloom_proto.errors import TokenloomError, named
 from tokenloom_proto.files import resolved
 from tokenloom_proto.threads import Background
 
-from tokenloom.errors import ServerUnavailable
+from tokenloom.errors import ServerUnavailable, TokenloomError, named
 from tokenloom.job_server.mixture_file import require_server
 
 log = logging.getLogger("tokenloom")

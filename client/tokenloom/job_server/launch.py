@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
-from tokenloom_proto.errors import TokenloomError, named
 
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.topology import Topology, default_store, value_of
-from tokenloom.errors import ServerUnavailable
+from tokenloom.errors import ServerUnavailable, TokenloomError, named
 from tokenloom.job_server.child_process import ChildServer, ChildServers
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ def fork(
 
     Sources that both mixtures have go on where they stood; others begin at their first row. Sample index, tokens and
     rolling digest go on. The first launch of the new run then joins without a state; in a trainer,
-    RemoteDataset(…, fork_from=state_dict) does the same.
+    RemoteDataset(…, launch=LaunchOptions(fork_from=state_dict)) does the same.
     """
     if (parent is None) == (state is None):
         raise ConfigError("give one of --from and --state")
