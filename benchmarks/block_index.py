@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tokenloom_server.config.spec import Spec
-from tokenloom_server.sources import block_index
+from tokenloom_server.config.catalog import Spec
+from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.open import open_source
@@ -59,7 +59,7 @@ def measure(files: int, runs: int) -> Row:
 
 
 def _look_up(spec: Spec, shards: tuple[Shard, ...], folder: Path, index_dir: Path) -> None:
-    blocks = block_index.blocks(open_source(spec, folder, shards), spec, folder, index_dir)
+    blocks = row_index.blocks(open_source(spec, folder, shards), spec, folder, index_dir)
     assert len(blocks) == len(shards)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from tokenloom.connection.response import read
+from tokenloom.connection.stream import read
 from tokenloom.snapshot import Base, History, Point
 from tokenloom_server.api.grpc.messages import encode_delivery
 from tokenloom_server.catalog import open_catalog

@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 from tokenloom import LaunchOptions, RemoteDataset
-from tokenloom.batch.device import Transfer
 from tokenloom.batch.layout import Layout, StepNumbers
 from tokenloom.batch.packed import Message
-from tokenloom.batch.tensors import TensorMaker
+from tokenloom.batch.tensors import TensorMaker, Transfer
 
 from benchmarks.client_path import CASES, RUN, Case
 from benchmarks.results import Result, Row, show

@@ -9,18 +9,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from benchmarks.block_index import COLUMNS as BLOCK_INDEX_COLUMNS
-from benchmarks.large import COLUMNS as LARGE_COLUMNS
-from benchmarks.peers.__main__ import COLUMNS as PEER_COLUMNS
-from benchmarks.pictures import NIC_BYTES
-from benchmarks.ranks import COLUMNS as RANK_COLUMNS
 from benchmarks.readers import COLUMNS as READERS_COLUMNS
-from benchmarks.results import FOLDER, ROOT, Result, Row, newest, number
-from benchmarks.scale import COLUMNS as SCALE_COLUMNS
-from benchmarks.scale import FILES_COLUMNS
+from benchmarks.results import FOLDER, ROOT, Result, newest, number
 from benchmarks.throughput import COLUMNS as THROUGHPUT_COLUMNS
 from benchmarks.workloads import WORKLOADS
 
@@ -32,17 +25,16 @@ WANTED = {1e6: "1 M", 10e6: "10 M", 50e6: "50 M", 100e6: "100 M", 300e6: "300 M"
 BYTES = {"uint16": 2, "uint32": 4}
 
 
-def table(result: Result, columns: Mapping[str, str], rows: Sequence[Row] | None = None) -> str:
+def table(result: Result, columns: Mapping[str, str]) -> str:
     """Medians as Markdown. ``columns``: heading → figure; those that no row has are left out."""
-    rows = result.rows if rows is None else rows
-    medians = [row.median for row in rows]
+    medians = [row.median for row in result.rows]
     shown = {
         heading: name
         for heading, name in columns.items()
         if any(name in median for median in medians)
     }
     lines = [f"| | {' | '.join(shown)} |", "|---|" + "---:|" * len(shown)]
-    for row, median in zip(rows, medians, strict=True):
+    for row, median in zip(result.rows, medians, strict=True):
         cells = [number(median[name]) if name in median else "" for name in shown.values()]
         note = f"; {row.note}" if row.note else ""
         lines.append(f"| {_about(row.name)}{note} | {' | '.join(cells)} |")
@@ -75,16 +67,24 @@ def _machine(folder: Path) -> str:
     return machine(newest("throughput", folder))
 
 
+#: Without waits, which a trainer has none of where it computes, and with one figure of memory.
+_SHOWN = {
+    heading: name
+    for heading, name in THROUGHPUT_COLUMNS.items()
+    if "wait" not in name and "anonymous" not in name
+}
+
+
 def _throughput(folder: Path) -> str:
-    return table(newest("throughput", folder), THROUGHPUT_COLUMNS)
+    return table(newest("throughput", folder), _SHOWN)
 
 
 def _variants(folder: Path) -> str:
-    return table(newest("variants", folder), THROUGHPUT_COLUMNS)
+    return table(newest("variants", folder), _SHOWN)
 
 
 def _realistic(folder: Path) -> str:
-    return table(newest("realistic", folder), THROUGHPUT_COLUMNS)
+    return table(newest("realistic", folder), _SHOWN)
 
 
 def _large_run(folder: Path) -> str:
@@ -93,115 +93,8 @@ def _large_run(folder: Path) -> str:
     return f"A [large run](docs/performance.md#what-a-large-run-costs): **{near}**; over http, 20 ms away, {far}."
 
 
-def _paced(folder: Path) -> str:
-    columns = {
-        heading: name
-        for heading, name in THROUGHPUT_COLUMNS.items()
-        if "wait" in name or name == "M tokens/s"
-    }
-    return table(newest("paced", folder), columns)
-
-
-def _ranks(folder: Path) -> str:
-    return table(newest("many-ranks", folder), RANK_COLUMNS)
-
-
-def _mixer(folder: Path) -> str:
-    return table(
-        newest("mixer", folder), {"ns per sample": "ns/sample", "ns per token of 2,048": "ns/token"}
-    )
-
-
-def _scale(over: str) -> Callable[[Path], str]:
-    return lambda folder: table(newest(f"scale-{over}", folder), SCALE_COLUMNS)
-
-
-def _latency(part: str) -> Callable[[Path], str]:
-    def render(folder: Path) -> str:
-        result = newest("latency", folder)
-        rows = [
-            Row(name=row.name.removeprefix(f"{part}: "), runs=row.runs)
-            for row in result.rows
-            if row.name.startswith(f"{part}: ")
-        ]
-        return table(result, {name: name for row in rows for name in row.median}, rows)
-
-    return render
-
-
-def _client(folder: Path) -> str:
-    result = newest("client-path", folder)
-    return table(result, {name: name for row in result.rows for name in row.median})
-
-
-def _large(folder: Path) -> str:
-    return table(newest("large", folder), LARGE_COLUMNS)
-
-
-def _block_index(folder: Path) -> str:
-    return table(newest("block-index", folder), BLOCK_INDEX_COLUMNS)
-
-
 def _readers(folder: Path) -> str:
     return table(newest("readers", folder), READERS_COLUMNS)
-
-
-def _readers_sizing(folder: Path) -> str:
-    """CPUs of readers and of the server for tokens per second of text, from the measured ns per token."""
-    readers, serving = newest("readers", folder), _serving(folder)
-    cost = readers.rows[-1].median
-    # Of the same hour: from day to day the machine differs by more than what is compared.
-    leader, text = (
-        cost["leader ns/token"],
-        readers.row("text, no readers").median["leader ns/token"] + serving,
-    )
-    lines = [
-        "| tokens/s of text | cores without readers | CPUs of readers | cores of the server then |",
-        "|---:|---:|---:|---:|",
-    ]
-    for tokens in (10e6, 50e6, 100e6, 200e6):
-        cores = [
-            tokens * ns / 1e9 for ns in (text, cost["all ns/token"] - leader, leader + serving)
-        ]
-        lines.append(f"| {tokens / 1e6:.0f} M | {' | '.join(map(number, cores))} |")
-    return "\n".join(lines) + (
-        f"\n\n<sub>Modelled: tokens/s times measured ns per token. Without readers {number(text)}; readers "
-        f"{number(cost['all ns/token'] - leader)}; the server with them {number(leader)}, and {number(serving)} to "
-        "send samples to ranks (what narrow ids cost the server less what it costs to make their samples).</sub>"
-    )
-
-
-def _serving(folder: Path) -> float:
-    """ns per token of sending samples to ranks: what serving ids costs beside making their samples."""
-    made = newest("readers", folder).row("narrow ids in Arrow").median["leader ns/token"]
-    return newest("throughput", folder).row("arrow").median["server ns/token"] - made
-
-
-def _replicas(folder: Path) -> str:
-    """What replicas that all make one order would cost, and carry."""
-    serving, made = (
-        _serving(folder),
-        newest("readers", folder).row("narrow ids in Arrow").median["leader ns/token"],
-    )
-    lines = [
-        "| replicas | CPU ns/token, all | M tokens/s, uint16 | M tokens/s, uint32 |",
-        "|---:|---:|---:|---:|",
-    ]
-    for count in (1, 2, 4):
-        carried = [min(count * NIC_BYTES / size, 1e9 / made) / 1e6 for size in BYTES.values()]
-        lines.append(f"| {count} | {' | '.join(map(number, (count * made + serving, *carried)))} |")
-    return "\n".join(lines) + (
-        f"\n\n<sub>Modelled from measured costs of narrow ids: {number(made)} ns to make a token's part of a sample, "
-        f"on one thread, and {number(serving)} to send it; cards of 25 Gbit/s.</sub>"
-    )
-
-
-def _files(folder: Path) -> str:
-    return table(newest("scale-files", folder), FILES_COLUMNS)
-
-
-def _peers(data: str) -> Callable[[Path], str]:
-    return lambda folder: table(newest(f"peers-{data}", folder), PEER_COLUMNS)
 
 
 def _ratios(folder: Path) -> str:
@@ -280,25 +173,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "variants": _variants,
     "realistic": _realistic,
     "large-run": _large_run,
-    "paced": _paced,
-    "client": _client,
-    "ranks": _ranks,
-    "mixer": _mixer,
-    "shards": _scale("shards"),
-    "sources": _scale("sources"),
-    "rows": _scale("rows"),
-    "start": _latency("start"),
-    "restore": _latency("restore"),
-    "snapshot": _latency("snapshot"),
-    "large": _large,
-    "block-index": _block_index,
     "readers": _readers,
-    "readers-sizing": _readers_sizing,
-    "replicas": _replicas,
-    "files": _files,
     "sizing": _sizing,
-    "peers-ids": _peers("ids"),
-    "peers-text": _peers("text"),
     "ratios": _ratios,
 }
 

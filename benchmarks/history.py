@@ -14,9 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.base import HistoryEntry, Ledger
 from tokenloom_server.ledger.commands import Acquire
-from tokenloom_server.ledger.history import HistoryEntry
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.reports.stats import ReportStats, RunStats, SourceStats
 from tokenloom_server.run.history import is_kept, point_text

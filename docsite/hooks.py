@@ -16,6 +16,9 @@ from docsite.offline import loads_from_elsewhere
 from docsite.reference import commands, python, rest, wire
 from docsite.repository import OUTSIDE, ROOT, links_of_site
 
+#: The logo: that of the server's page.
+ICON = ROOT / "server" / "tokenloom_server" / "api" / "page" / "icon.svg"
+
 #: What stands on the site in place of ``<!-- site: NAME -->``.
 PARTS = {
     "contract": wire.contract,
@@ -34,6 +37,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, page in OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, config.theme["logo"], abs_src_path=str(ICON)))
     return files
 
 

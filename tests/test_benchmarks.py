@@ -191,18 +191,20 @@ def test_every_table_stands_in_a_document_and_every_picture_is_shown() -> None:
 
 
 def test_a_table_has_medians_and_says_where_they_are_from(tmp_path: Path) -> None:
-    result = Result.begin("mixer", "a title")
+    result = Result.begin("variants", "a title")
     result.rows.append(
-        Row(name="weighted, 3 sources, flat", runs=[{"ns/sample": 300.0}, {"ns/sample": 100.0}])
+        Row(name="weighted, 3 sources, flat", runs=[{"M tokens/s": 300.0}, {"M tokens/s": 100.0}])
     )
-    result.save(tmp_path / f"{result.date[:10]}-mixer.json")
-    text, kept = document.rendered("a\n<!-- figures: mixer -->\nold\n<!-- end -->\nb\n", tmp_path)
+    result.save(tmp_path / f"{result.date[:10]}-variants.json")
+    text, kept = document.rendered(
+        "a\n<!-- figures: variants -->\nold\n<!-- end -->\nb\n", tmp_path
+    )
     assert not kept
     assert "| weighted, 3 sources, flat | 200 |" in text
     assert "old" not in text
     assert f"Medians of 2 runs; `{result.command}`" in text
     assert document.rendered(text, tmp_path)[0] == text
-    again, kept = document.rendered("<!-- figures: ranks -->\nold\n<!-- end -->\n", tmp_path)
+    again, kept = document.rendered("<!-- figures: realistic -->\nold\n<!-- end -->\n", tmp_path)
     assert "old" in again, "what was not measured stays"
     assert len(kept) == 1
 

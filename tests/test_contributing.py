@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Paths are written from the root, or from the server's package where that was named before.
-STARTS = (ROOT, ROOT / "server" / "tokenloom_server")
+STARTS = (ROOT, ROOT / "server" / "tokenloom_server", ROOT / "server" / "tokenloom_tools")
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 WORDS = sorted(set(re.findall(r"`([^`\n]+)`", TEXT)))
 

@@ -11,7 +11,7 @@ import pytest
 import tokenloom
 import yaml
 from support.catalog import CATALOG, SOURCES
-from tokenloom.connection import reports
+from tokenloom.connection import calls
 from tokenloom_server.api import open_files
 from tokenloom_server.api.grpc import endpoint
 from tokenloom_server.api.grpc.endpoint import OPEN_CALLS, PEEK_CALLS, READ_CALLS
@@ -46,7 +46,12 @@ from tests.support.doc_tables import TABLES, TOKENS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PACKAGES = ("proto/tokenloom_proto", "client/tokenloom", "server/tokenloom_server")
+PACKAGES = (
+    "proto/tokenloom_proto",
+    "client/tokenloom",
+    "server/tokenloom_server",
+    "server/tokenloom_tools",
+)
 #: Every Markdown file that people read, by its path from the root.
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -232,7 +237,7 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
         ),
         "reports": (
             page("losses"),
-            [f"{number:,} " for number in (losses.MAX_POINTS, reports.QUEUED, chunk_tokens)],
+            [f"{number:,} " for number in (losses.MAX_POINTS, calls.QUEUED, chunk_tokens)],
         ),
         "peeks": (
             section("inspecting", "Peek: the samples at an index"),
@@ -277,7 +282,7 @@ def test_every_bound_is_on_its_page(what: str) -> None:
 
 
 def test_the_deadlines_of_reports_are_those_of_the_table() -> None:
-    assert (reports.CALL_S, reports.PAUSE_S) == (5, 2)
+    assert (calls.CALL_S, calls.PAUSE_S) == (5, 2)
 
 
 def test_the_tables_that_come_from_the_code_are_those_of_the_code() -> None:

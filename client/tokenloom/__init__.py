@@ -9,12 +9,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tokenloom_proto.release import own_release as _own_release
+from tokenloom_proto.versions import own_release as _own_release
 
 from tokenloom import errors as _errors
 from tokenloom.batch.layout import Batch, NumpyBatch
-from tokenloom.clock.token_budget import TokenBudget
-from tokenloom.clock.token_progress import TokenProgress
+from tokenloom.clock.tokens import TokenBudget, TokenProgress
 from tokenloom.connection.join import Source
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.topology import LaunchOptions
@@ -24,12 +23,10 @@ from tokenloom.errors import *  # noqa: F403
 if TYPE_CHECKING:
     __version__: str
     from tokenloom.clock.lr_scheduler import TokenLRScheduler
-    from tokenloom.datasets.evaluation import EvaluationDataset
     from tokenloom.datasets.local import LocalDataset
-    from tokenloom.datasets.peek import PeekDataset
     from tokenloom.datasets.remote import RemoteDataset
-    from tokenloom.losses.source_loss import MeanLosses, SourceLoss
-    from tokenloom.losses.token_losses import mean_loss, token_losses
+    from tokenloom.datasets.training import EvaluationDataset, PeekDataset
+    from tokenloom.losses import MeanLosses, SourceLoss, mean_loss, token_losses
 
 __all__ = [
     "Batch",
@@ -54,15 +51,15 @@ __all__ = [
 
 #: The names that need torch, and the modules that have them.
 _NEED_TORCH = {
-    "EvaluationDataset": "tokenloom.datasets.evaluation",
+    "EvaluationDataset": "tokenloom.datasets.training",
     "LocalDataset": "tokenloom.datasets.local",
-    "MeanLosses": "tokenloom.losses.source_loss",
-    "PeekDataset": "tokenloom.datasets.peek",
+    "MeanLosses": "tokenloom.losses",
+    "PeekDataset": "tokenloom.datasets.training",
     "RemoteDataset": "tokenloom.datasets.remote",
-    "SourceLoss": "tokenloom.losses.source_loss",
+    "SourceLoss": "tokenloom.losses",
     "TokenLRScheduler": "tokenloom.clock.lr_scheduler",
-    "mean_loss": "tokenloom.losses.token_losses",
-    "token_losses": "tokenloom.losses.token_losses",
+    "mean_loss": "tokenloom.losses",
+    "token_losses": "tokenloom.losses",
 }
 
 if not TYPE_CHECKING:  # which would take any name for one of the package

@@ -9,12 +9,13 @@ from typing import Any
 from tokenloom_tools.cli.app import app
 from typer.main import get_command
 
-from docsite.reference.markdown import prose, table
+from docsite.reference.markdown import link, prose, table
 
 #: The page about what a command is for.
 GUIDES = {
     "checkpoint": "checkpoint-files.md",
     "demo": "quick-start.md",
+    "examples": "install.md",
     "fork": "forks.md",
     "import": "from-mosaic.md",
     "init": "mixture-file.md#from-a-folder",
@@ -38,14 +39,10 @@ def overview() -> str:
     """A table of the commands, each with its page."""
     commands = get_command(app).commands  # type: ignore[attr-defined]
     rows = (
-        (f"`tokenloom {name}`", _plain(commands[name].help.split("\n\n")[0]), _guide(name))
+        (f"`tokenloom {name}`", _plain(commands[name].help.split("\n\n")[0]), link(GUIDES[name]))
         for name in commands
     )
     return table(("command", "what it does", "page"), rows)
-
-
-def _guide(name: str) -> str:
-    return f"[{GUIDES[name].partition('#')[0]}]({GUIDES[name]})"
 
 
 def every_option() -> str:

@@ -6,16 +6,23 @@ from tokenloom_server.api import metric_tables
 
 from docsite.reference.markdown import table
 
+#: What all metrics of a run are labelled by; its page says so once.
+_OF_RUN = ("run", "stream")
+
 
 def metrics() -> str:
-    """A table of all metrics with their labels."""
+    """A table of all metrics with their labels, but those of every run's."""
     rows = (
         (
             f"`{metric.name}`",
-            ", ".join(f"`{label}`" for label in (*labels, *metric.labels)),
+            ", ".join(f"`{label}`" for label in (*_own(labels), *metric.labels)),
             metric.help,
         )
         for labels, level in metric_tables.TABLES
         for metric in level
     )
     return table(("metric", "labels", "meaning"), rows)
+
+
+def _own(labels: tuple[str, ...]) -> tuple[str, ...]:
+    return labels[len(_OF_RUN) :] if labels[: len(_OF_RUN)] == _OF_RUN else labels

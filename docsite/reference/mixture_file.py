@@ -9,8 +9,9 @@ from typing import Any
 
 from tokenloom_tools.cli.schema import schema_text
 
-from docsite.reference.markdown import prose, table
+from docsite.reference.markdown import link, prose, table
 
+HERE = "mixture-file.md"
 #: Where a field's page says more of it than its description.
 GUIDES = {
     "batching": "buckets.md",
@@ -60,7 +61,7 @@ def _fields(definition: str | None) -> str:
 
     def rows() -> Iterator[tuple[str, ...]]:
         for name, field in section["properties"].items():
-            more = f" ([more]({GUIDES[name]}))" if name in GUIDES else ""
+            more = f" ({link(GUIDES[name], HERE)})" if name in GUIDES else ""
             yield (
                 f"`{name}`",
                 " or ".join(dict.fromkeys(_values(field))),

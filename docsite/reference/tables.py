@@ -1,4 +1,4 @@
-"""The tables that stand in pages of ``docs/``, between ``<!-- table: NAME -->`` and ``<!-- end -->``."""
+"""The tables that stand in pages, between ``<!-- table: NAME -->`` and ``<!-- end -->``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def pages() -> dict[Path, list[str]]:
     """The pages that have tables, with the tables' names."""
     names = {
         page: _PLACE.findall(page.read_text(encoding="utf-8"))
-        for page in sorted((ROOT / "docs").rglob("*.md"))
+        for folder in ("docs", "tests/conformance")
+        for page in sorted((ROOT / folder).rglob("*.md"))
     }
     return {page: named for page, named in names.items() if named}
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable
 
 from tokenloom_server.config.catalog import Catalog
-from tokenloom_server.mixing.catalog import policies
+from tokenloom_server.mixing.policies import policies
 from tokenloom_server.sources.catalog import SourceCatalog
 
 #: Where --allow-plugins and --allow-transforms are not given: names, separated by commas.

@@ -27,7 +27,11 @@ def main() -> None:
         else:
             from tokenloom_tools.cli.app import app
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("tokenloom_server", "tokenloom_proto"):
+        if (error.name or "").partition(".")[0] in (
+            "tokenloom_server",
+            "tokenloom_tools",
+            "tokenloom_proto",
+        ):
             raise
         sys.exit(
             f"tokenloom: the command needs the server's packages, and {error.name!r} is not installed.\n"

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenloom_server.errors import ConfigError, reason
 from tokenloom_server.sources import arrays
-from tokenloom_server.sources.megatron.reader import HEADER, MAGIC, TYPES, VERSION
-from tokenloom_server.storage.drafts import checksum, draft_of, publish
+from tokenloom_server.sources.megatron import HEADER, MAGIC, TYPES, VERSION
+from tokenloom_server.storage.file import checksum, draft_of, publish
 
 from tokenloom_tools.peek.range import SampleRange
 from tokenloom_tools.peek.samples import PeekedSample, format_of

@@ -15,8 +15,7 @@ import numpy as np
 from tokenloom_server.errors import SourceError
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.documents import Documents
-from tokenloom_server.sources.endings import codec_of
-from tokenloom_server.sources.files import in_threads
+from tokenloom_server.sources.files import codec_of, in_threads
 from tokenloom_server.sources.lines import LinesSource
 from tokenloom_server.sources.scheme import scheme_of
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.catalog import CATALOG
 from support.corpora import encode_state
-from tokenloom.connection.response import read
+from tokenloom.connection.stream import read
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server.api.grpc.messages import encode_delivery, hand_over
 from tokenloom_server.config import mixture_file as config

@@ -27,6 +27,7 @@ from tokenloom_proto import threads
 from tokenloom_server.api import metric_tables, metrics
 from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.errors import LedgerUnavailable
+from tokenloom_server.reports.stats import Straggler
 from tokenloom_server.storage.cache import FOLDER, block_cache
 
 #: labels as sorted pairs → value, by sample name.
@@ -184,6 +185,8 @@ def test_what_is_waited_for_is_a_series_for_each_reason() -> None:
 def test_no_metric_is_exposed_that_the_tables_do_not_list(service: MemoryService) -> None:
     service.rpc_errors.add("Join", "UNAVAILABLE", "NotLeader")
     service.snapshot("wiki", None, save=True)
+    straggler = Straggler(ranks=[1], waited_share=0.66, seconds=600)
+    service.put(service.runs["wiki"].model_copy(update={"straggler": straggler}))
     threads.faults().setdefault("producer", 0)  # as where one has begun
     listed = {metric.name for _, table in metric_tables.TABLES for metric in table}
     parts = {

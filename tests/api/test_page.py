@@ -20,7 +20,7 @@ from tokenloom_server.api.page import page_files
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import RunProblem
 from tokenloom_server.errors import ConfigError, LedgerUnavailable
-from tokenloom_server.reports.stats import LedgerStats
+from tokenloom_server.reports.stats import LedgerStats, Straggler
 
 LEDGER_AWAY = LedgerStats(
     backend="redis://host:6379/0",
@@ -210,6 +210,11 @@ def test_one_look_tells_slow_gpus_from_slow_data(page: Page, service: MemoryServ
         expect(note).to_have_text(told)
         expect(pill).to_have_text(words)
         expect(pill).to_have_attribute("data-state", state)
+    service.put(run_stats(RUN, straggler=Straggler(ranks=[5], waited_share=0.66, seconds=600)))
+    expect(pill).to_have_text("Rank 5 holds the others up")
+    expect(note).to_have_text(
+        "Rank 5 holds the others up: they waited 66\u00a0% of the last 10\u00a0minutes"
+    )
     open_tab(page, "Ranks")
     expect(page.get_by_role("row", name="connected").first).to_contain_text("3.5\u00a0s")
 

@@ -47,12 +47,7 @@ LATER = {"fastapi", "starlette", "uvicorn", "prometheus_client"}
 #: All that is imported before a server of ids with a ledger in SQLite is ready.
 READY = (
     *("cli", "api.server", "api.service", "api.grpc.servicer", "ledger.sqlite"),
-    *(
-        "sources.parquet.reader",
-        "sources.arrow.reader",
-        "sources.jsonl.reader",
-        "sources.txt.reader",
-    ),
+    *("sources.parquet", "sources.arrow", "sources.jsonl", "sources.txt"),
 )
 
 

@@ -10,14 +10,14 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import tokenloom_server
 import yaml
 from support.server_process import run_module
-from tokenloom_tools import cli
 from tokenloom_tools.cli.app import app
 from tokenloom_tools.cli.common import RUN_LOGS, JsonFormatter
 from typer.testing import CliRunner
 
-SERVER = Path(cli.__file__).parents[1]
+SERVER = Path(tokenloom_server.__file__).parent
 
 
 def settings(

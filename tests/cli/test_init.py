@@ -325,18 +325,63 @@ def test_what_of_plain_text_is_a_document_shows_in_the_files(
     assert written()["mixture"]["children"][0]["source"].endswith(":paragraph")
 
 
+SAID = [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "fields"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": WORDS}, {"from": "gpt", "value": WORDS}]},
+            "conversations",
+            {"template": "chat", "chat_format": "sharegpt", "loss_on": "answers"},
+        ),
+        (
+            {"instruction": WORDS, "input": "", "output": WORDS},
+            "output",
+            {"template": "chat", "chat_format": "alpaca", "loss_on": "answers"},
+        ),
+        (
+            {"prompt": SAID[:1], "completion": SAID[1:]},
+            "completion",
+            {"template": "chat", "chat_format": "prompt_completion", "loss_on": "answers"},
+        ),
+        (
+            {"prompt": WORDS, "completion": WORDS},
+            "completion",
+            {"template": "{prompt}{completion}", "loss_on": "completion"},
+        ),
+    ],
+)
+def test_conversations_are_recognised_by_their_columns(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    row: dict[str, Any],
+    column: str,
+    fields: dict[str, str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text(f"{json.dumps({'id': 'a'} | row)}\n" * 40)
+    output = init("chats.jsonl", "--tokenizer", str(TOKENIZER), "--sequence-length", "256")
+    document = written()
+    (child,) = document["mixture"]["children"]
+    assert child["source"].endswith(f":{column}") and document["packing"] == "best_fit"
+    assert {name: child.get(name) for name in ("template", "chat_format", "loss_on")} == {
+        "chat_format": None
+    } | fields
+    assert "about 40 documents" in output
+
+
 def test_conversations_are_rendered_by_the_tokenisers_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    chat = {
-        "messages": [{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}]
-    }
-    Path("chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
+    Path("chats.jsonl").write_text(f"{json.dumps({'messages': SAID})}\n" * 40)
     init("chats.jsonl", "--tokenizer", str(TOKENIZER), "--sequence-length", "256")
     document = written()
     (child,) = document["mixture"]["children"]
     assert (document["packing"], child["template"]) == ("best_fit", "chat")
+    assert (child["loss_on"], "chat_format" in child) == ("answers", False)
     assert child["source"].endswith(":messages")
     init("chats.jsonl", "--tokenizer", "bytes", "--column", "messages.role", "--force")
     assert written()["mixture"]["children"][0]["source"].endswith(":messages.role")

@@ -492,7 +492,7 @@ def test_several_workers_are_refused_with_the_reason(monkeypatch: pytest.MonkeyP
     class Worker:
         num_workers = 2
 
-    monkeypatch.setattr("tokenloom.datasets.data_loader.get_worker_info", Worker)
+    monkeypatch.setattr("tokenloom.datasets.tensors.get_worker_info", Worker)
 
     with pytest.raises(RuntimeError, match=r"num_workers=2.*one slot.*num_workers=0"):
         iter(RemoteDataset(NOBODY, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenloom.connection.step_schedule import BatchPlan, StepSchedule
+from tokenloom.connection.join import BatchPlan, StepSchedule
 from tokenloom_proto.errors import ProtocolError
 
 WORLD_SIZE = 2

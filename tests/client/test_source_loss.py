@@ -19,7 +19,7 @@ from tokenloom import (
     SourceLoss,
     token_losses,
 )
-from tokenloom.connection import reports
+from tokenloom.connection import calls
 from torch.nn import functional
 
 LENGTH = 8
@@ -303,22 +303,22 @@ def test_what_the_server_refuses_is_dropped_with_one_warning(
 def test_a_server_that_is_away_costs_no_time_and_gets_the_newest_reports_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reports, "PAUSE_S", 0.05)
+    monkeypatch.setattr(calls, "PAUSE_S", 0.05)
     caplog.set_level(logging.WARNING, "tokenloom")
     with serving(Script()) as (server, url, grpc_server):
         dataset = joined(server, url)
         grpc_server.stop(0).wait(5)
         source_loss = SourceLoss(dataset)
-        for index in range(1, 2 * reports.QUEUED + 1):
+        for index in range(1, 2 * calls.QUEUED + 1):
             source_loss.report(mean_losses(index, a=1.0))
         assert eventually(lambda: "losses cannot be reported" in caplog.text)
         port = int(url.split(":")[2].split("/")[0])
     with serving(Script(), port) as (server, _, _):
-        assert eventually(lambda: len(server.reports) >= reports.QUEUED, 20)
+        assert eventually(lambda: len(server.reports) >= calls.QUEUED, 20)
         dataset.close()
         got = [report.sample_index for report in server.reports]
         assert got == sorted(got)
-        assert got[-reports.QUEUED :] == list(range(reports.QUEUED + 1, 2 * reports.QUEUED + 1))
+        assert got[-calls.QUEUED :] == list(range(calls.QUEUED + 1, 2 * calls.QUEUED + 1))
         assert caplog.text.count("losses cannot be reported") == 1
 
 

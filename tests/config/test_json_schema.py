@@ -14,7 +14,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from support.catalog import CATALOG
 from tokenloom_server.config import mixture_file as config
-from tokenloom_server.config.json_schema import mixture_schema
+from tokenloom_server.config.mixture_file import mixture_schema
 from tokenloom_server.errors import ConfigError
 from tokenloom_tools.cli.schema import schema_text
 

@@ -19,7 +19,7 @@ from tokenloom_server.config.order_fields import order_digest, order_fields
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.mixing.catalog import policies
+from tokenloom_server.mixing.policies import policies
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -411,6 +411,16 @@ def test_source_ids_are_depth_first() -> None:
         "mixture.children.2.children.0",
         "mixture.children.2.children.1",
     ]
+
+
+def test_sources_are_grouped_by_the_node_below_the_root_or_by_what_aliases_begin_with() -> None:
+    assert parsed(mixture()).groups == ("code", "docs", "rest", "rest")
+    document = flat([f"txt:{name}.txt:text" for name in "abcd"])
+    for child, alias in zip(
+        document["mixture"]["children"], ("web/a", "web-b", "wiki"), strict=False
+    ):
+        child["alias"] = alias
+    assert parsed(document).groups == ("web", "web", "wiki", "txt:d.txt:text")
 
 
 def test_a_schedule_without_any_weight_somewhere_is_refused() -> None:

@@ -27,7 +27,14 @@ from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order import builder
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"tokenloom": "client", "tokenloom_server": "server", "tokenloom_proto": "proto"}
+PACKAGES = {
+    "tokenloom": "client",
+    "tokenloom_server": "server",
+    "tokenloom_tools": "server",
+    "tokenloom_proto": "proto",
+}
+#: Those that need the server's extra.
+SERVERS = ("tokenloom_server", "tokenloom_tools")
 
 
 @pytest.fixture(scope="session")
@@ -166,6 +173,10 @@ def test_the_wheel_holds_all_files_of_the_three_packages_and_the_licence_and_no_
         for path in (ROOT / folder / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    examples = subprocess.run(
+        ["git", "ls-files", "examples"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    in_tree |= {f"tokenloom_tools/{path}" for path in examples.stdout.split()}
 
     names = _content(wheel)
 
@@ -181,7 +192,9 @@ def test_the_base_dependencies_are_the_clients_alone(installed: Path) -> None:
 
 def test_the_server_extra_names_nothing_that_is_not_used(installed: Path) -> None:
     text = "\n".join(
-        path.read_text(encoding="utf-8") for path in (installed / "tokenloom_server").rglob("*.py")
+        path.read_text(encoding="utf-8")
+        for package in SERVERS
+        for path in (installed / package).rglob("*.py")
     )
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
 
@@ -253,11 +266,11 @@ def test_the_command_names_the_extra_that_it_misses(
 def test_every_server_module_imports_without_torch(
     installed: Path, server_environment: list[str]
 ) -> None:
-    server = installed / "tokenloom_server"
     names = [
         ".".join(path.relative_to(installed).with_suffix("").parts).removesuffix(".__init__")
-        for path in server.rglob("*.py")
-        if "demo" not in path.relative_to(server).parts and path.name != "__main__.py"
+        for package in SERVERS
+        for path in (installed / package).rglob("*.py")
+        if "demo" not in path.relative_to(installed).parts and path.name != "__main__.py"
     ]
     code = (
         "import importlib, importlib.util\n"

@@ -8,7 +8,7 @@ import tokenloom
 from support.capabilities import commands as cli_commands
 from support.catalog import CATALOG
 from tokenloom_proto import dataloader_pb2
-from tokenloom_server.config.json_schema import mixture_schema
+from tokenloom_server.config.mixture_file import mixture_schema
 
 from docsite.dialect import as_python_markdown
 from docsite.reference import commands, mixture_file, python, rest, wire
@@ -71,7 +71,7 @@ def test_every_public_name_of_the_client_is_there_but_errors() -> None:
 def test_texts_of_the_program_become_markdown() -> None:
     assert (
         prose("See ``docs/rows.md#bad-rows``, or ``a``.")
-        == "See [rows.md#bad-rows](rows.md#bad-rows), or `a`."
+        == "See [Bad rows](rows.md#bad-rows), or `a`."
     )
     assert table(["a"], [["`x|y`\n  z"]]) == "| a |\n| --- |\n| `x\\|y` z |\n"
     assert (

@@ -20,11 +20,10 @@ import yaml
 from support.messages import step_numbers
 from support.served import url_of
 from tokenloom import LaunchOptions, PeekDataset, RemoteDataset
-from tokenloom.batch.device import Transfer, resolve
 from tokenloom.batch.layout import OPTIONAL_COLUMNS, Layout
 from tokenloom.batch.packed import Message
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
-from tokenloom.batch.tensors import TensorMaker, tensors_of
+from tokenloom.batch.tensors import TensorMaker, Transfer, resolve, tensors_of
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -335,7 +334,7 @@ def test_ranks_and_workers_say_where_batches_can_be_made(
     dataset = PeekDataset(url, 4)
     monkeypatch.setattr(dataset, "_device", torch.device("cuda"))
     monkeypatch.setattr(
-        "tokenloom.datasets.data_loader.get_worker_info", lambda: SimpleNamespace(num_workers=1)
+        "tokenloom.datasets.tensors.get_worker_info", lambda: SimpleNamespace(num_workers=1)
     )
     with pytest.raises(RuntimeError, match="makes batches in the trainer's process"):
         iter(dataset)

@@ -39,9 +39,8 @@ from tokenloom import (
     TokenloomError,
 )
 from tokenloom.datasets.order import OrderDataset
-from tokenloom.job_server import child_process, launch
-from tokenloom.job_server.launch import machine, reachable_host
-from tokenloom.job_server.mixture_file import require_server
+from tokenloom.job_server import child_process
+from tokenloom.job_server.child_process import machine, reachable_host, require_server
 from tokenloom_server.api.grpc import join
 from torch.utils.data import DataLoader
 
@@ -285,7 +284,7 @@ def test_ranks_on_several_machines_meet_at_the_address_that_is_told(
     )
     if own is None:
         pytest.skip("this machine has no address but the loopback's")
-    monkeypatch.setattr(launch, "machine", lambda: str(threading.get_ident()))
+    monkeypatch.setattr(child_process, "machine", lambda: str(threading.get_ident()))
     monkeypatch.setenv("TOKENLOOM_HOST", own)
 
     def train(dataset: RemoteDataset) -> tuple[str, list[str]]:

@@ -14,7 +14,7 @@ from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, same_runs, two_runs
 from support.scripts import launch
 from tokenloom import Batch, PeekDataset
-from tokenloom.batch.frame import frame_layout, read_frame, write_frame
+from tokenloom.datasets.peer_line import frame_layout, read_frame, write_frame
 from tokenloom.integrations.mesh import context_slice
 from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from tokenloom_server.errors import LedgerUnsafe
-from tokenloom_server.ledger import shared_filesystem
+from tokenloom_server.ledger import sqlite_file
 from tokenloom_server.ledger.open import open_ledger
-from tokenloom_server.ledger.shared_filesystem import Mount, is_shared, mount_of
 from tokenloom_server.ledger.sqlite import SqliteLedger
+from tokenloom_server.ledger.sqlite_file import Mount, is_shared, mount_of
 
 #: As a cluster's node has them.
 TABLE = r"""
@@ -110,7 +110,7 @@ def test_a_ledger_on_a_network_file_system_is_refused_with_the_remedy_before_a_f
     table.write_text(
         f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:9 / {far.resolve()} rw - nfs4 filer:/far rw\n"
     )
-    monkeypatch.setattr(shared_filesystem, "MOUNTS", table)
+    monkeypatch.setattr(sqlite_file, "MOUNTS", table)
     with pytest.raises(LedgerUnsafe) as refused:
         SqliteLedger(far / "ledger.db")
     for part in (
@@ -129,7 +129,7 @@ def test_a_ledger_on_a_network_file_system_is_refused_with_the_remedy_before_a_f
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the table of mounts is Linux's")
 def test_the_table_of_this_machine_has_the_folder_of_this_test(tmp_path: Path) -> None:
-    found = mount_of(tmp_path, shared_filesystem.MOUNTS.read_text(encoding="utf-8"))
+    found = mount_of(tmp_path, sqlite_file.MOUNTS.read_text(encoding="utf-8"))
     assert found is not None
     assert tmp_path.resolve().is_relative_to(found.point)
     assert found.kind
@@ -146,7 +146,7 @@ def test_a_ledger_that_nobody_named_is_where_it_is_safe(
     table.write_text(
         f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:9 / {far.resolve()} rw - nfs4 filer:/far rw\n"
     )
-    monkeypatch.setattr(shared_filesystem, "MOUNTS", table)
+    monkeypatch.setattr(sqlite_file, "MOUNTS", table)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
 
     open_ledger("auto", near).close()

@@ -24,7 +24,7 @@ from tokenloom_server.errors import (
     LedgerUnavailable,
     NotLeader,
 )
-from tokenloom_server.ledger import boot_clock, sqlite_file
+from tokenloom_server.ledger import sqlite_file
 from tokenloom_server.ledger.commands import Acquire, Commit, Open, Pin
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.sqlite import SqliteLedger
@@ -392,7 +392,7 @@ def test_a_container_whose_monotonic_clock_is_its_own_takes_no_lease_that_is_hel
         ledger.create_run("run", "train", "uid", "{}")
         ledger.execute(Acquire("uid", "train", "a", 500.0))
         with monkeypatch.context() as patch:
-            patch.setattr(boot_clock, "_TIME_NAMESPACE", namespace)
+            patch.setattr(sqlite_file, "_TIME_NAMESPACE", namespace)
             patch.setattr(time, "monotonic", lambda: monotonic() + 86400)
             with (
                 closing(SqliteLedger(path)) as other,
@@ -407,7 +407,7 @@ def test_after_another_start_of_the_machine_the_wall_clock_says_what_time_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wall_clock, boot = time.time, tmp_path / "boot_id"
-    monkeypatch.setattr(boot_clock, "_BOOT_ID", boot)
+    monkeypatch.setattr(sqlite_file, "_BOOT_ID", boot)
     for skew_s in (0, 3600, -3600):
         boot.write_text(f"boot {skew_s}\n", encoding="ascii")
         monkeypatch.setattr(time, "time", lambda skew_s=skew_s: wall_clock() + skew_s)

@@ -17,7 +17,7 @@ from tokenloom_server.core.state import ChildState
 from tokenloom_server.mixing.least_consumed import LeastConsumedChooser
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
 from tokenloom_server.mixing.node import NOTHING
-from tokenloom_server.mixing.weights import MAX_SUM, integer_weights
+from tokenloom_server.mixing.policy import MAX_SUM, integer_weights
 
 LENGTH = 8
 

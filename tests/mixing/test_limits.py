@@ -8,8 +8,8 @@ import pytest
 from support.catalog import CATALOG
 from support.mixing import Walk, config_of, node
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.mixing.node import NOTHING
+from tokenloom_server.mixing.policies import policies
 
 POLICIES = tuple(policies())
 

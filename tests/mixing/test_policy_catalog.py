@@ -16,8 +16,8 @@ from tokenloom_server.core.state import SourceState
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import elsewhere
-from tokenloom_server.mixing.catalog import BUILT_IN, policies
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
+from tokenloom_server.mixing.policies import BUILT_IN, policies
 from tokenloom_server.mixing.policy import Choices, Chooser, NodeStart, Policy
 from tokenloom_server.order.carry_over import carry
 from tokenloom_server.order.pipeline import initial_state

@@ -14,15 +14,18 @@ from hypothesis import strategies as st
 from support.mixing import Walk, config_of, node
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.token_curve import TokenCurve
-from tokenloom_server.mixing.balance_remaining import BalanceRemaining
-from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes, target_shares
 from tokenloom_server.mixing.node import NOTHING
-from tokenloom_server.mixing.schedule import WeightCurve
-from tokenloom_server.mixing.soft_sequential import SoftSequential
+from tokenloom_server.mixing.policies import policies
+from tokenloom_server.mixing.policy import MAX_SUM
 from tokenloom_server.mixing.totals import SourceTotal, rows_of
-from tokenloom_server.mixing.varying import UPDATE_PICKS, Left
-from tokenloom_server.mixing.weights import MAX_SUM
+from tokenloom_server.mixing.varying import (
+    UPDATE_PICKS,
+    BalanceRemaining,
+    Left,
+    SoftSequential,
+    WeightCurve,
+)
 from tokenloom_server.order.pipeline import initial_state
 
 ESTIMATED = [name for name, policy in policies().items() if policy.estimates]

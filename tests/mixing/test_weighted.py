@@ -10,7 +10,7 @@ import pytest
 from support.mixing import config_of, node_start
 from tokenloom_server.core.hashing import Purpose, draw, draws, slice_rotation
 from tokenloom_server.mixing.mixer import Mixer, initial_nodes
-from tokenloom_server.mixing.weighted import WeightedChooser
+from tokenloom_server.mixing.policies import WeightedChooser
 
 
 def picks(
@@ -44,8 +44,8 @@ def test_a_draw_follows_a_draw_without_memory() -> None:
 def test_the_bounds_of_a_draw_fall_to_the_right_child(
     monkeypatch: pytest.MonkeyPatch, drawn: int, expected: int
 ) -> None:
-    monkeypatch.setattr("tokenloom_server.mixing.weighted.draw", lambda *_: drawn)
-    monkeypatch.setattr("tokenloom_server.mixing.weighted.draws", lambda *_: [drawn])
+    monkeypatch.setattr("tokenloom_server.mixing.policies.draw", lambda *_: drawn)
+    monkeypatch.setattr("tokenloom_server.mixing.policies.draws", lambda *_: [drawn])
     chooser = WeightedChooser(node_start([1, 1, 2]))
     assert chooser.choose(1) == chooser.upcoming(1)[0] == expected
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import trl
 from support.corpora import flat, order_of, parsed
 from support.sources import write_table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenloom_server.catalog import open_catalog
+from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SourceError, TokenizerError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
@@ -25,6 +28,7 @@ from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
 from tokenloom_server.tokenizer.definition import find_tokenizer
 from tokenloom_server.workers import chats
 from transformers import PreTrainedTokenizerFast
+from trl.data_utils import common_prefix_length, maybe_convert_to_chatml
 
 SPECIAL = [
     "<|endoftext|>",
@@ -331,6 +335,218 @@ def test_a_template_that_cannot_say_what_the_assistants_tokens_are_is_refused_be
     spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
     with pytest.raises(TokenizerError, match=reason):
         _order(tmp_path, tokenizer, template or None, spec)
+
+
+@pytest.mark.parametrize("write", ["jsonl", "parquet"])
+def test_answers_are_found_without_blocks_where_the_source_says_so(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, write: str
+) -> None:
+    rows = [
+        {"messages": chat, "tools": TOOLS if i % 2 else None} for i, chat in enumerate(CHATS + RICH)
+    ]
+    spec = WRITERS[write](tmp_path, rows)
+    of = {"chat_tools": "tools", "loss_on": "answers"}
+    end, line = "        {%- endgeneration %}\n", "        {{- '\\n' }}\n"
+    assert end + line in CHATML
+    plain = CHATML.replace(end, "").replace("{%- generation %}", "")
+    asks = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+
+    order = _order(tmp_path, tokenizer, plain + asks, spec, **of)
+    read = _read(order)
+    # As in TRL's training templates, the end of the last line counts.
+    tokenizer.chat_template = CHATML.replace(end + line, line + end)
+    if write == "parquet":
+        rows = pa.Table.from_pylist(rows).to_pylist()
+    assert read == [_expected(tokenizer, row["messages"], row["tools"]) for row in rows]
+    assert (
+        json.loads(order.record.to_json())["config"]["mixture"]["children"][0]["loss_on"]
+        == "answers"
+    )
+
+
+PAIRS: list[dict[str, Any]] = [
+    {"id": 7, "prompt": "Snow?", "completion": " Lots."},
+    {"id": 8, "prompt": "日本 🥊", "completion": "🥊🥊!</s>"},
+    {"id": 9, "prompt": None, "completion": '"only" \\ {it}'},
+    {"id": 10, "prompt": "nothing follows", "completion": None},
+    {"id": 11, "prompt": "empty", "completion": ""},
+]
+
+
+@pytest.mark.parametrize("write", ["jsonl", "parquet"])
+def test_of_a_text_the_completion_counts_and_its_end(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, write: str
+) -> None:
+    spec = WRITERS[write](tmp_path, PAIRS).replace(":messages", ":completion")
+    template = '{id}: {prompt}\n"A":{completion}\n'
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+    read = _read(order_of(tmp_path, _mixture(spec, template=template, loss_on="completion")))
+
+    for pair, (ids, mask) in zip(PAIRS, read, strict=True):
+        if pair["completion"] is None:
+            assert not ids
+            continue
+        prompt = f'{pair["id"]}: {pair["prompt"] or ""}\n"A":'
+        engine = tokenizer.backend_tokenizer
+        engine.encode_special_tokens = True
+        encoded = engine.encode(f"{prompt}{pair['completion']}\n", add_special_tokens=False)
+        ends = [tokenizer.eos_token_id]
+        assert ids == encoded.ids + ends
+        assert mask == [int(end > len(prompt)) for _, end in encoded.offsets] + [1]
+        # As TRL marks it, where no token reaches over the edge.
+        alone = engine.encode(prompt, add_special_tokens=False).ids
+        assert mask == [int(i >= common_prefix_length(alone, ids)) for i in range(len(ids))]
+
+
+@pytest.mark.parametrize(
+    ("of", "reason"),
+    [
+        ({"template": "chat", "loss_on": "completion"}, "a template whose last column is the"),
+        ({"loss_on": "completion"}, "a template whose last column is the source's own"),
+        ({"template": "{text}{prompt}", "loss_on": "completion"}, "whose last column is the"),
+        ({"template": "{prompt}{text}", "loss_on": "answers"}, "is for template: chat"),
+        ({"chat_format": "alpaca"}, "is for template: chat; leave it out"),
+        (
+            {"template": "{prompt}{text}", "loss_on": "completion", "transform": "a:b"},
+            "loss_on says which part of each row counts",
+        ),
+    ],
+)
+def test_loss_on_is_refused_where_it_says_nothing(of: dict[str, Any], reason: str) -> None:
+    document = flat(["jsonl:a.jsonl:text"], packing="none", tokenizer="t")
+    document["mixture"]["children"][0] |= of
+    with pytest.raises(ConfigError, match=reason):
+        config.parse(document, where="m.yaml", catalog=open_catalog(transforms=["a:b"]))
+
+
+def _sharegpt(chat: Sequence[Mapping[str, Any]], **names: str) -> list[dict[str, Any]]:
+    return [
+        {"from": names.get(turn["role"], turn["role"]), "value": turn["content"]} for turn in chat
+    ]
+
+
+INPUT = ["Translate.", "Snow", "日本 \\"]
+#: By format: its column, rows of it, and the messages and the number of those before the first that may count.
+FORMATS: dict[str, tuple[str, list[dict[str, Any]], list[tuple[list[dict[str, Any]], int]]]] = {
+    "sharegpt": (
+        "conversations",
+        [
+            {"conversations": _sharegpt(RICH[0], user="human", assistant="gpt")},
+            {"conversations": _sharegpt(CHATS[3])},
+            {"conversations": json.dumps(_sharegpt(CHATS[0]))},
+        ],
+        [(RICH[0], 0), (CHATS[3], 0), (CHATS[0], 0)],
+    ),
+    "alpaca": (
+        "output",
+        [
+            {"instruction": INPUT[0], "input": more, "output": INPUT[2]}
+            for more in ("Snow", "", None)
+        ],
+        [(_said(f"{INPUT[0]}{more}", INPUT[2]), 0) for more in ("\n\nSnow", "", "")],
+    ),
+    "prompt_completion": (
+        "completion",
+        [
+            {"prompt": CHATS[3][:3], "completion": CHATS[3][3:]},
+            {"prompt": RICH[0][:2], "completion": RICH[0][2:]},
+            {"prompt": '["no JSON', "completion": "it is [text]"},
+        ],
+        [(CHATS[3], 3), (RICH[0], 2), (_said('["no JSON', "it is [text]"), 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("write", "loss_on"), [(_jsonl, None), (_parquet, "answers")])
+@pytest.mark.parametrize("chat_format", FORMATS)
+def test_conversations_are_read_in_the_format_that_the_source_names(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    chat_format: str,
+    write: Write,
+    loss_on: str | None,
+) -> None:
+    column, rows, chats = FORMATS[chat_format]
+    # The last has values of other types, which a column of Parquet has not.
+    count = len(rows) - (write is _parquet)
+    spec = write(tmp_path, [row | {"tools": TOOLS} for row in rows[:count]])
+    of = {"chat_format": chat_format, "chat_tools": "tools", "loss_on": loss_on}
+
+    read = _read(_order(tmp_path, tokenizer, CHATML, spec.replace("messages", column), **of))
+
+    for (ids, mask), (chat, before) in zip(read, chats[:count], strict=True):
+        expected, counts = _expected(tokenizer, chat, TOOLS)
+        prompt = before and tokenizer.apply_chat_template(chat[:before], TOOLS, return_dict=False)
+        begin = len(prompt or ())
+        assert (ids, mask) == (expected, [0] * begin + counts[begin:])
+
+
+def test_sharegpt_is_what_trl_converts() -> None:
+    plain, renderer = (
+        ChatRenderer("t", CHATML, {}, None, kind) for kind in ("messages", "sharegpt")
+    )
+    for chat in CHATS:
+        row = {"conversations": _sharegpt(chat)}
+        found = renderer.render(json.dumps(row["conversations"]))
+        assert found == plain.render(json.dumps(maybe_convert_to_chatml(row)["messages"]))
+
+
+@pytest.mark.parametrize("family", ["llama3", "phi3"])
+def test_of_a_prompt_and_its_completion_counts_what_trl_counts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, family: str
+) -> None:
+    folder = Path(trl.__file__).parent / "chat_templates"
+    template = (folder / f"{family}.jinja").read_text(encoding="utf-8")
+    pairs = [(chat[:-1], chat[-1:]) for chat in CHATS[:6] if chat[-1]["role"] == "assistant"]
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    spec = _jsonl(tmp_path, rows).replace("messages", "completion")
+    of = {"chat_format": "prompt_completion", "loss_on": "answers"}
+
+    read = _read(_order(tmp_path, tokenizer, template, spec, **of))
+
+    for (ids, mask), (prompt, completion) in zip(read, pairs, strict=True):
+        asked = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        both = tokenizer.apply_chat_template(prompt + completion, return_dict=False)
+        begin = common_prefix_length(asked, both)
+        assert (ids, mask) == (both, [0] * begin + [1] * (len(both) - begin))
+
+
+BAD_ROWS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "sharegpt",
+        {"conversations": _said("a", "b")},
+        "message 0 has role, content; .* from and value",
+    ),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "narrator", "value": "a"}]},
+        "message 0 is from 'narrator'; expected human, user, gpt, assistant, tool, observation, system",
+    ),
+    ("alpaca", {"instruction": None, "input": "", "output": "a"}, "expected text as instruction"),
+    ("prompt_completion", {"prompt": [], "completion": "a"}, "text or messages as prompt and as"),
+    ("prompt_completion", {"prompt": "a", "completion": [7]}, "expected a list of messages"),
+    ("", {"prompt": [7], "completion": "a"}, r"the template has \[\[7\]\]; expected text or int"),
+]
+
+
+@pytest.mark.parametrize(("chat_format", "row", "reason"), BAD_ROWS)
+def test_a_row_of_another_form_is_a_bad_row_that_says_what_was_found_and_expected(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    chat_format: str,
+    row: dict[str, Any],
+    reason: str,
+) -> None:
+    column = FORMATS[chat_format][0] if chat_format else "completion"
+    spec = _jsonl(tmp_path, [row]).replace(":messages", f":{column}")
+    of = {"chat_format": chat_format}
+    if not chat_format:
+        of = {"template": "{prompt}{completion}", "loss_on": "completion"}
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(TokenizerError, match=rf"chats\.jsonl: row 0: .*{reason}"):
+        next(order_of(tmp_path, _mixture(spec, **of)).documents(0).read(None))
 
 
 def test_a_block_around_all_of_a_template_has_every_token_count(

@@ -25,7 +25,7 @@ from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.segments import measured_ahead
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.base import Rows
-from tokenloom_server.sources.parquet.reader import ParquetSource
+from tokenloom_server.sources.parquet import ParquetSource
 
 LENGTH = 16
 #: Samples between the last of the first source that ends and the end of the run, where sources are read whole.

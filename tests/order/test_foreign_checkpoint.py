@@ -17,8 +17,8 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import MAX_COUNTER, FileCursor, SourceState, State
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
-from tokenloom_server.mixing.catalog import policies
 from tokenloom_server.mixing.mixer import Mixer
+from tokenloom_server.mixing.policies import policies
 from tokenloom_server.order import foreign_checkpoint, foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline

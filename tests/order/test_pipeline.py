@@ -40,7 +40,7 @@ from tokenloom_server.core.state import (
     State,
     WindowCursor,
 )
-from tokenloom_server.mixing.weights import MAX_SUM
+from tokenloom_server.mixing.policy import MAX_SUM
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.workers.cluster.connection import Needs

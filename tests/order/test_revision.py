@@ -13,9 +13,9 @@ from support.catalog import CATALOG
 from support.corpora import flat, parsed
 from support.mixing import Walk, config_of, node, worst_distance
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.mixing.credits import carried
+from tokenloom_server.mixing.least_consumed import carried
 from tokenloom_server.mixing.node import NOTHING
-from tokenloom_server.mixing.round_robin import levelled
+from tokenloom_server.mixing.policies import levelled
 
 LENGTH = 8
 

@@ -22,7 +22,7 @@ from support.corpora import (
 )
 from support.timelines import revised
 from tokenloom_proto.seal import canonical
-from tokenloom_server.config.differences import differences, refuse
+from tokenloom_server.config.order_fields import differences, refuse
 from tokenloom_server.core.state import PackedCursor, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.ledger.records import StoredRevision

@@ -26,14 +26,14 @@ from support.features import (
 from support.timelines import revised
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, SourceError
-from tokenloom_server.mixing.catalog import policies
+from tokenloom_server.mixing.policies import policies
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.packing.base import Batch
 from tokenloom_server.packing.buckets import Epochs
-from tokenloom_server.sources.tensors.buckets import BucketIndex
+from tokenloom_server.sources.tensor_buckets import BucketIndex
 
 SIZE = 4
 

@@ -14,7 +14,7 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.mixing.catalog import policies
+from tokenloom_server.mixing.policies import policies
 from tokenloom_server.order.pipeline import initial_state
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.planning.forecast import Part, forecast

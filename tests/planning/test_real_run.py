@@ -17,7 +17,7 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import StoredRevision
-from tokenloom_server.mixing.catalog import policies
+from tokenloom_server.mixing.policies import policies
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.size_estimates import measure

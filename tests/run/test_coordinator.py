@@ -90,6 +90,7 @@ def test_what_a_run_waits_for_has_a_reason(place: Place, monkeypatch: pytest.Mon
 def test_ranks_say_how_long_they_waited_for_data(
     served: ServedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    served.recorder.end(20)
     clock = [100.0]
     monkeypatch.setattr(served.coordinator._context, "clock", lambda: clock[0])
     first, second = (Rank(served, call_of(rank)) for rank in range(2))
@@ -121,6 +122,18 @@ def test_ranks_say_how_long_they_waited_for_data(
     for waited_s in math.nan, math.inf, -5.0, 0.0:
         stats = report(1, waited_s, waited_s)
         assert [rank.waited_s for rank in stats.ranks] == [9, 1]
+    # The one that hardly waits holds the other up, once that is so for minutes.
+    assert stats.straggler is None
+    for seconds in range(60, 400, 60):
+        stats = report(60, 9 + seconds * 2 / 3, 1)
+    held_up = "rank 1 holds the others up: they waited 59% of the last 7 minutes"
+    assert held_up in printed(stats)
+    served.recorder.step()
+    stats = report(60, 400, 55)
+    assert stats.straggler is None and "sets the pace" in printed(stats)
+    served.recorder.step()
+    events = served.history.events(-math.inf, math.inf, ["straggler"]).events
+    assert [event.text for event in events] == [held_up, "no rank holds the others up any more"]
     # Who is gone sets no pace.
     for rank in (first, second):
         served.coordinator.sessions.detach(rank.session)

@@ -34,7 +34,7 @@ from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing import mixer
-from tokenloom_server.mixing.catalog import policies
+from tokenloom_server.mixing.policies import policies
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline

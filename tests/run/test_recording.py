@@ -21,11 +21,10 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import LedgerUnavailable
 from tokenloom_server.ledger import sqlite_file
-from tokenloom_server.ledger.base import Ledger
-from tokenloom_server.ledger.history import HistoryEntry
+from tokenloom_server.ledger.base import HistoryEntry, Ledger
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.ledger.sqlite_history import SqliteHistory
+from tokenloom_server.ledger.sqlite_rows import SqliteHistory
 from tokenloom_server.reports.history import RunHistory
 from tokenloom_server.run.history import is_kept
 from tokenloom_server.run.losses import Report
@@ -71,7 +70,8 @@ def test_points_and_events_outlast_a_restart_and_none_is_repeated(serve: Serve) 
     served = serve()
     trainer = Trainer(served)
     trainer.train(10)
-    served.recorder.note("audit", "alice paused code", author="alice")
+    # Where comparing finds nothing of it, it stays what a caller did.
+    served.recorder.note("revision", "alice paused code", author="alice")
     served.recorder.step()
     first = points(served)
     assert first.sample_index[-1] == trainer.index == 40
@@ -93,6 +93,10 @@ def test_points_and_events_outlast_a_restart_and_none_is_repeated(serve: Serve) 
         "alice paused code",
         "server one took the lead again, at server epoch 2",
     ]
+    # What the list of runs shows, of before the restart, too.
+    assert again.recorder.recent.rates == points(again).tokens_per_s
+    last = again.recorder.recent.last_event
+    assert last is not None and last.text == happened(again)[-1]
     assert points(again).run == RUN and not any(points(again).rewound)
 
 
@@ -102,6 +106,7 @@ def test_what_a_later_launch_takes_back_stays_and_is_marked(serve: Serve) -> Non
     revise(served, reason="more code", author="ada", set=[{"child": "code", "weight": 3}])
     served.recorder.step()
     served.restores.restore(sample_index=20, skip_samples=4)
+    served.recorder.note("pin", "next launch: at sample 20", author="bob")
     served.recorder.step()
     again = serve()
     trainer = Trainer(
@@ -125,12 +130,16 @@ def test_what_a_later_launch_takes_back_stays_and_is_marked(serve: Serve) -> Non
         "rewind",
         "skip",
     }
+    assert len(events) == 6
     (revision,) = [event for event in events if event.kind == "revision"]
     assert revision.author == "ada" and revision.text.endswith(": more code") and revision.rewound
-    assert happened(again, "rewind") == ["generation 2 goes back from sample 40 to 20"]
+    assert happened(again, "rewind") == [
+        "generation 2 goes back from sample 40 to 20 with 2 ranks and batches of 2 samples each"
+    ]
     assert happened(again, "skip") == [
         "from sample 20 on the run passes over 4 samples at sample 20"
     ]
+    assert [event.author for event in events if event.kind == "pin"] == ["bob"]
     assert happened(again, "pin") == [
         "the next launch is to begin at sample 20, and to pass over 4 samples at sample 20"
     ]
@@ -176,7 +185,7 @@ def test_an_old_ledger_tells_what_happened_before_there_was_a_history(place: Pla
     again = place.serve()
     again.recorder.end(20)
     kinds = [event.kind for event in again.history.events(NEVER, ALWAYS).events]
-    assert kinds == ["launch", "rewind", "launch"]
+    assert kinds == ["launch", "rewind"]
     assert (place.ledger_path.parent / "ledger.history.db").stat().st_mode & 0o777 == 0o600
 
 
@@ -199,11 +208,54 @@ def test_bad_rows_and_the_end_are_events_and_another_run_has_none_of_them(
     ]
     (end,) = happened(served, "end")
     assert end.startswith("the data end at sample ")
+    # What was asked for last stays, and nothing is committed any more.
+    assert (points(served).sources[0].target_share[-1], points(served).tokens_per_s[-1]) == (1, 0)
     place.stop()
     place.ledger_path.unlink()
     other = place.serve()
     other.recorder.end(20)
     assert (points(other).time, happened(other)) == ([], [])
+
+
+def test_a_source_that_ran_out_and_a_rank_that_was_lost_are_events_once_and_in_the_log(
+    made: Callable[..., Place],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for alias, rows in ("few", 3), ("many", 200):
+        write_jsonl(folder / f"data/{alias}.jsonl", ["some more words"] * rows)
+    children = [
+        {"source": f"jsonl:data/{alias}.jsonl:text", "alias": alias} for alias in ("few", "many")
+    ]
+    place = made(mixture={"policy": "least_consumed", "children": children})
+    served = told_when_to_look(place.serve())
+    trainer = Trainer(served)
+    trainer.train(1)
+    served.recorder.step()
+    state = trainer.state()
+    assert happened(served, "exhausted") == []
+    trainer.train(20)
+    monkeypatch.setattr("tokenloom_server.run.events.LOST_AFTER_S", 0.0)
+    with caplog.at_level(logging.INFO):
+        served.coordinator.sessions.detach(trainer.ranks[1].session)
+        served.recorder.step()
+        served.recorder.step()
+    ran_out = "source few ran out after 48 tokens, 1.00 passes: the others share what it had"
+    assert happened(served, "exhausted") == [ran_out] and ran_out in caplog.text
+    lost = "rank 1 is lost: nothing was heard for 0 s"
+    assert happened(served, "rank") == [lost] and lost in caplog.text
+    trainer.ranks[1].connect(served)
+    served.recorder.step()
+    assert happened(served, "rank") == [lost, "rank 1 is back"]
+    # After a launch that goes back it may run out again.
+    trainer.leave()
+    trainer = Trainer(served, state=state)
+    trainer.train(1)
+    served.recorder.step()
+    trainer.train(20)
+    served.recorder.step()
+    assert happened(served, "exhausted") == [ran_out] * 2
 
 
 @pytest.mark.parametrize("rule", ["drop", "pad"])
@@ -339,13 +391,15 @@ def test_losses_of_a_short_run_have_more_points_than_one_in_ten_seconds(place: P
             total_tokens=8 * trainer.index,
             step=step,
             sources={0: (1 / step, 8)},
-            loss=2.0,
+            loss=1 / step,
         )
         served.losses.add(served.coordinator.uid, 1, trainer.attempt, report)
         served.recorder.step(is_due=False)
     served.recorder.step()
     history = points(served)
-    assert history.step[-4:] == [2, 3, 4, 5] and history.loss[-1] == 2.0
+    assert history.step[-4:] == [2, 3, 4, 5]
+    # Where there is one source, its loss and that of all are the same, and smoothed alike.
+    assert history.loss[-4:] == history.sources[0].loss[-4:] and history.loss[-1] > 1 / 5
     assert history.sources[0].loss[-4:] == sorted(history.sources[0].loss[-4:], reverse=True)
 
 

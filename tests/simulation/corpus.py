@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from tokenloom_server.config import mixture_file as config
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.config.row_rules import PLAIN, RowRules
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import Counters, StoredRevision
 from tokenloom_server.order import foreign_checkpoint, foreign_payload

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from support.catalog import spec_of
 from support.corpora import write_jsonl, write_parquet
-from tokenloom_server.sources import block_index
+from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 def looked_up(folder: Path, source: Source | None = None) -> list[list[int]]:
     source = source or open_source(SPEC, folder)
-    return [edges.tolist() for edges in block_index.blocks(source, SPEC, folder, folder / "index")]
+    return [edges.tolist() for edges in row_index.blocks(source, SPEC, folder, folder / "index")]
 
 
 def edges(rows: int) -> list[int]:
@@ -46,7 +46,7 @@ def test_what_was_looked_up_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatc
     expected = [edges(number + 1) for number in range(FILES)]
     assert looked_up(folder) == expected
     assert looked_up(folder, forgetful(folder, monkeypatch)) == expected
-    assert block_index.row_counts(open_source(SPEC, folder)) == [
+    assert row_index.row_counts(open_source(SPEC, folder)) == [
         number + 1 for number in range(FILES)
     ]
 
@@ -64,18 +64,18 @@ def test_other_files_are_looked_up_anew(folder: Path) -> None:
 def test_few_files_and_no_folder_keep_nothing(folder: Path) -> None:
     write_jsonl(folder / "a.jsonl", ["x"] * 3)
     few = spec_of("jsonl:a.jsonl:text")
-    found: list[npt.NDArray[np.int64]] = block_index.blocks(
+    found: list[npt.NDArray[np.int64]] = row_index.blocks(
         open_source(few, folder), few, folder, folder / "index"
     )
     assert [each[-1] for each in found] == [3]
-    assert len(block_index.blocks(open_source(SPEC, folder), SPEC, folder, None)) == FILES
+    assert len(row_index.blocks(open_source(SPEC, folder), SPEC, folder, None)) == FILES
     assert not (folder / "index").exists()
 
 
 def test_progress_is_logged(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(block_index, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(row_index, "PROGRESS_S", 0.0)
     with caplog.at_level(logging.INFO):
         looked_up(folder)
     assert "looking up where rows lie: 20 of 20 files (the first is 00.parquet)" in caplog.text

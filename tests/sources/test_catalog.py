@@ -34,7 +34,7 @@ SPECS = (
 READ_ALL = """
 import sys
 from pathlib import Path
-from tokenloom_server.sources.parquet import lists as parquet_lists
+from tokenloom_server.sources import parquet_lists
 from tokenloom_server.sources.catalog import SourceCatalog
 from tokenloom_server.sources.open import open_source
 from tokenloom_server.tokenizer.documents import DocumentEncoder

@@ -14,8 +14,8 @@ from support.catalog import SOURCES
 from support.sources import opened, rows_of
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources import compressed, lines
-from tokenloom_server.sources.endings import CODECS, codec_of, ending_of
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.sources.files import CODECS, codec_of, ending_of
+from tokenloom_server.storage.file import LocalFile
 
 zstd_library = compressed._zstd()
 

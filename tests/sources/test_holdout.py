@@ -34,8 +34,7 @@ from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.planner import Planner
 from tokenloom_server.sources.base import Rows
-from tokenloom_server.sources.holdout import HoldoutSource
-from tokenloom_server.sources.wrapped import WrappedSource
+from tokenloom_server.sources.wrapped import HoldoutSource, WrappedSource
 
 SEED = 7
 SHARE = 0.3

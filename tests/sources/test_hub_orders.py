@@ -116,7 +116,7 @@ def test_a_run_that_was_recorded_reads_its_files_whatever_the_rules_are_now(
     )
     assert rows_of(SPEC) == ROWS[0]
 
-    monkeypatch.setitem(sys.modules, "datasets.load", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     hub.forget()
     again = builder.load(parsed(flat([SPEC])), tmp_path, None, record)
 

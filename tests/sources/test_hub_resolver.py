@@ -8,7 +8,7 @@ import pytest
 from support.catalog import hub_resolver, spec_of
 from support.hub import CONVERSION, Repo, StandInHub, blob_id, card, files, hash_of
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources.hub.location import HubLocation
+from tokenloom_server.sources.hub import HubLocation
 
 
 def paths(spec: str) -> list[str]:
@@ -361,8 +361,8 @@ def test_an_address_where_nobody_is_says_so(
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between tries, which are not made."""
-    from tokenloom_server.storage.hub import client
+    from tokenloom_server.storage import hub_client
 
     pauses: list[float] = []
-    monkeypatch.setattr(client.time, "sleep", pauses.append)
+    monkeypatch.setattr(hub_client.time, "sleep", pauses.append)
     return pauses

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from support.catalog import hub_resolver, spec_of
 from support.hub import CONVERSION, StandInHub, card, files
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.open import open_source
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.sources import opened, rows_of
 from tokenloom_server.errors import SourceError
+from tokenloom_server.sources import jsonl
 from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.jsonl import probe
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import LocalFile
 
 
 def written(tmp_path: Path, *rows: str) -> Source:
@@ -67,7 +67,7 @@ def test_the_keys_of_a_file_that_begins_with_blank_lines_are_found(tmp_path: Pat
     (tmp_path / "a.jsonl").write_text("\n \n" + TEXT + "\n")
     assert rows_of(opened(tmp_path, "jsonl:a.jsonl:text")) == ["", "", "good"]
     with LocalFile(tmp_path / "a.jsonl", "a") as file:
-        assert probe.columns_of(file, "a.jsonl") == {"text": Content.TEXT}
+        assert jsonl.columns_of(file, "a.jsonl") == {"text": Content.TEXT}
 
 
 def test_ids_keep_their_values_and_null_is_an_empty_row(tmp_path: Path) -> None:
@@ -88,6 +88,6 @@ def test_a_source_of_nulls_is_refused_within_a_bound(
         SourceError, match="'text' is null in every row, so there is nothing to read"
     ):
         written(tmp_path, *['{"text":null}'] * 10)
-    monkeypatch.setattr(probe, "PROBE_BYTES", 20)
+    monkeypatch.setattr(jsonl, "PROBE_BYTES", 20)
     with pytest.raises(SourceError, match="'text' is null in the first 140 bytes"):
         written(tmp_path, *['{"text":null}'] * 10)

@@ -23,7 +23,7 @@ from support.mutations import IDS, TEXTS, formats
 from support.sources import opened, rows_of, write_table
 from tokenloom_server.config.row_rules import Comparison
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources.parquet import thrift
+from tokenloom_server.sources import parquet_pages
 
 #: Of each variant of a format: some hundreds of each format.
 MUTATIONS = {"parquet": 60, "arrow": 50, "jsonl": 80, "txt": 100}
@@ -143,11 +143,11 @@ def page_that_claims(path: Path, number: int, **sizes: int) -> None:
     column, data = pq.read_metadata(path).row_group(0).column(0), bytearray(path.read_bytes())
     position = column.dictionary_page_offset or column.data_page_offset
     for page in range(number + 1):
-        fields, length = thrift.read_struct(data[position:], 0)
+        fields, length = parquet_pages.read_struct(data[position:], 0)
         if page < number:
             position += length + fields[3]
     claimed = (fields[1], sizes.get("size", fields[2]), sizes.get("stored", fields[3]))
-    old, new = (b"".join(b"\x15" + thrift.integer(each) for each in values) for values in (
+    old, new = (b"".join(b"\x15" + parquet_pages.integer(each) for each in values) for values in (
         (fields[1], fields[2], fields[3]), claimed
     ))  # fmt: skip
     header = new + data[position + len(old) : position + length]
@@ -168,7 +168,7 @@ def test_a_page_that_says_it_is_huge_is_refused_before_memory_is_asked_for(
 ) -> None:
     path, rows = tmp_path / "a.parquet", [f"row {i} " + "x" * 300 for i in range(3000)]
     for number, buffer_bytes in ((0, 1 << 20), (1, 1 << 20), (1, 100)):
-        monkeypatch.setattr("tokenloom_server.sources.parquet.reader.BUFFER_BYTES", buffer_bytes)
+        monkeypatch.setattr("tokenloom_server.sources.parquet.BUFFER_BYTES", buffer_bytes)
         pq.write_table(
             pa.table({"column": rows, "other": rows}), path, data_page_size=1 << 14, **options
         )
@@ -193,7 +193,7 @@ def test_page_checksums_are_verified_on_every_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], reader: str
 ) -> None:
     monkeypatch.setattr(
-        "tokenloom_server.sources.parquet.lists.MIN_VALUES", 1 if reader == "fast" else 1 << 30
+        "tokenloom_server.sources.parquet_lists.MIN_VALUES", 1 if reader == "fast" else 1 << 30
     )
     path = tmp_path / "a.parquet"
     for rules in ({}, {"filter": (Comparison.parse("other >= 0"),)}):

@@ -17,8 +17,8 @@ from tokenloom_server.sources import files, manifest
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest
 from tokenloom_server.sources.open import open_source
+from tokenloom_server.storage.file import LocalFile
 from tokenloom_server.storage.io_stats import IoStats
-from tokenloom_server.storage.local import LocalFile
 
 GLOB = spec_of("txt:data/*.txt:text")
 

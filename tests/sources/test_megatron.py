@@ -15,8 +15,8 @@ from support.sources import opened, rows_of
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.order import builder
+from tokenloom_server.sources import megatron
 from tokenloom_server.sources.base import Content
-from tokenloom_server.sources.megatron import reader as megatron
 
 CODES = {
     "uint8": 1,

@@ -16,7 +16,7 @@ from support.sources import opened
 from tokenloom_server.errors import SourceError
 from tokenloom_server.order import foreign_checkpoint, foreign_payload
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.sources.megatron import samples
+from tokenloom_server.sources import megatron
 
 DATASETS = ("code", "prose")
 SHUFFLED = 3  # the array of the samples' order is the fourth of a source's files
@@ -43,7 +43,7 @@ def document(names: tuple[str, ...] = DATASETS, **fields: Any) -> dict[str, Any]
 def test_rows_are_the_samples_of_the_library_from_every_one_on(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "CHUNK_SAMPLES", chunk)
+    monkeypatch.setattr(megatron, "CHUNK_SAMPLES", chunk)
     source = opened(FOLDER, spec(name))
     expected = GIVEN["samples"][name]
     assert [source.row_count(shard) for shard in range(len(source.shards))] == [

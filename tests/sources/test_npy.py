@@ -20,8 +20,8 @@ from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.run import fork
+from tokenloom_server.sources import npy
 from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.npy import reader as npy
 
 END = 9
 ROWS = [[1, 2, 3, END], [END], [4, END], [5] * 30 + [END], [END], [6, 7, END], [8]]

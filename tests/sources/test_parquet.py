@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.sources import opened, rows_of
-from tokenloom_server.sources.parquet import reader as parquet
+from tokenloom_server.sources import parquet
 
 SPEC = "parquet:a.parquet:text"
 

@@ -15,10 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.sources import opened, rows_of
 from tokenloom_server.errors import SourceError
-from tokenloom_server.sources import columns
+from tokenloom_server.sources import columns, parquet_lists, parquet_pages
 from tokenloom_server.sources.catalog import SourceCatalog
-from tokenloom_server.sources.parquet import lists as parquet_lists
-from tokenloom_server.sources.parquet import thrift
 from tokenloom_server.sources.wrapped import TimedSource
 from tokenloom_server.storage.io_stats import IoStats
 
@@ -272,7 +270,7 @@ def test_fields_that_are_not_asked_for_are_passed_over() -> None:
         "booleans": b"\x19\x21\x01\x02", "struct": b"\x1c\x15\x06\x1c\x15\x08\x00\x00", "far": b"\x05\xa0\x01\x02",
     }  # fmt: skip
     data = b"".join(field.values()) + b"\x00"
-    fields, at = thrift.read_struct(data, 0)
+    fields, at = parquet_pages.read_struct(data, 0)
     assert at == len(data)
     assert fields == {1: 1, 2: True, 9: {1: 3}, 80: 1}
-    assert thrift.skip(data, 0, thrift.STRUCT) == len(data)
+    assert parquet_pages.skip(data, 0, parquet_pages.STRUCT) == len(data)

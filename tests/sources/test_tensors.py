@@ -13,12 +13,12 @@ import pytest
 from support.catalog import spec_of
 from support.features import write_arrow
 from tokenloom_server.errors import SourceChanged, SourceError
+from tokenloom_server.sources import tensor_source
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import build
 from tokenloom_server.sources.scheme import ReadRequest
-from tokenloom_server.sources.tensors import source as tensor_source
-from tokenloom_server.sources.tensors.decoded import Values
-from tokenloom_server.sources.tensors.source import FeatureSource
+from tokenloom_server.sources.tensor_source import FeatureSource
+from tokenloom_server.sources.tensors import Values
 
 ROWS = 23
 

@@ -11,7 +11,7 @@ import pytest
 from support.catalog import spec_of
 from support.sources import opened, rows_of
 from tokenloom_server.errors import ConfigError, SourceError
-from tokenloom_server.sources.txt import units
+from tokenloom_server.sources import txt
 
 #: With a mark, with blank lines before, between and after paragraphs, of both kinds of ends, and none at the end.
 TEXTS = (
@@ -37,7 +37,7 @@ def test_rows_are_paragraphs_from_every_row_on(
     rng = random.Random(5)
     drawn = ["".join(rng.choices(["a", "b c", "\n", "\r\n", "\n\n"], k=60)) for _ in range(20)]
     for block_bytes in (3, 1 << 19):
-        monkeypatch.setattr(units, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(txt, "BLOCK_BYTES", block_bytes)
         for number, text in enumerate((*TEXTS, *drawn)):
             (tmp_path / "a.txt").write_bytes(text.encode())
             (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))

@@ -14,7 +14,7 @@ import pytest
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.storage.cache import BLOCK_BYTES, FOLDER, SIZE, BlockCache, block_cache
 from tokenloom_server.storage.file import Range
-from tokenloom_server.storage.open import open_file
+from tokenloom_server.storage.remote import open_file
 
 URL = "memory://objects/a.bin"
 DATA = random.Random(1).randbytes(5 * BLOCK_BYTES // 2)

@@ -6,8 +6,8 @@ import pytest
 from support.catalog import hub_resolver, spec_of
 from support.hub import Repo, StandInHub
 from tokenloom_server.errors import SourceChanged, SourceError
-from tokenloom_server.storage.hub.client import HubBusy
-from tokenloom_server.storage.hub.files import HubFiles, HubPath
+from tokenloom_server.storage.hub_client import HubBusy
+from tokenloom_server.storage.hub_repository import HubFiles, HubPath
 from tokenloom_server.storage.io_stats import given_up_soon
 
 CONTENT = bytes(range(256)) * 64
@@ -112,10 +112,10 @@ def test_a_command_does_not_wait_as_long_as_the_hub_asks(hub: StandInHub, repo: 
 def test_a_storage_that_says_nothing_is_given_up(
     hub: StandInHub, repo: Repo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tokenloom_server.storage.hub import client
+    from tokenloom_server.storage import hub_client
 
     handle = HubFiles().open(url(repo))
-    monkeypatch.setattr(client, "SILENCE_S", 0.1)
+    monkeypatch.setattr(hub_client, "SILENCE_S", 0.1)
     hub.fail("/blobs/", delay_s=10)
     with pytest.raises(HubBusy, match=r"127\.0\.0\.1"):
         handle._fetch_range(0, 1000)

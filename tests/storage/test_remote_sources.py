@@ -10,8 +10,8 @@ import fsspec
 import pytest
 from support.catalog import SOURCES, paths_of, spec_of
 from support.corpora import PROSE, flat, mixture, parsed, write_corpus
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError, SourceChanged, SourceError
 from tokenloom_server.order import builder

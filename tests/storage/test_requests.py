@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.s3_server import BUCKET, S3Server, s3_storage
 from support.sources import open_source, spec_of
-from tokenloom_server.sources.parquet import pages
+from tokenloom_server.sources import parquet_pages
 
 #: Rows of a thousand ids or characters, in groups of a hundred.
 ROWS, WIDTH, GROUP = 3_000, 1_000, 100
@@ -69,7 +69,7 @@ def test_where_a_file_does_not_say_what_is_next_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(pages, "MAX_FOOTER_BYTES", 64)
+    monkeypatch.setattr(parquet_pages, "MAX_FOOTER_BYTES", 64)
     source = open_source(spec_of(f"parquet:s3://{BUCKET}/text.parquet:text"), tmp_path)
     assert [sum(len(rows.column) for rows in source.read(0, 0)) for _ in range(2)] == [ROWS, ROWS]
     (warning,) = (one.message for one in caplog.records if one.levelname == "WARNING")

@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from support.catalog import SOURCES, spec_of
 from support.ports import free_port
 from support.s3_server import BUCKET, s3_storage
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
 from tokenloom_server.sources import files, manifest
 from tokenloom_server.sources.base import Shard
@@ -31,7 +31,7 @@ from tokenloom_server.storage import io_stats, remote
 from tokenloom_server.storage.file import Range
 from tokenloom_server.storage.hedged_read import HedgedRead, is_final, reason_of
 from tokenloom_server.storage.io_stats import COMMAND_S, IoStats, RetryPolicy, given_up_soon
-from tokenloom_server.storage.open import open_file
+from tokenloom_server.storage.remote import open_file
 
 Read = tuple[str, int, int]
 #: Impatient enough for a test; errors come after seconds, not minutes.

@@ -59,14 +59,12 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
             "__init__",
             "address",
             "batch_schedule",
-            "certificate",
             "errors",
-            "file_errors",
             "files",
             "process",
             "seal",
         ),
-        ("credentials", "dataloader_pb2", "delivered", "protocol", "release", "threads"),
+        ("credentials", "dataloader_pb2", "delivered", "threads", "versions"),
         ("dataloader_pb2_grpc", "resume"),
         ("rest",),
     ),
@@ -104,7 +102,7 @@ PUBLIC = tuple(
         *("api.auth", "api.mixture_origin", "api.parent_death", "api.served_run", "api.server"),
         *("api.rest.models", "api.rest.resources.plan", "api.rest.routes", "api.tls", "api.tokens"),
         *("ledger.base", "ledger.commands", "ledger.open", "ledger.records", "ledger.refusals"),
-        *("ledger.rules", "mixing.catalog", "mixing.mixer", "mixing.policy", "mixing.weights"),
+        *("ledger.rules", "mixing.policies", "mixing.mixer", "mixing.policy"),
         *("packing.base", "packing.buckets", "packing.documents", "packing.samples"),
         *("packing.tokenized_rows", "packing.window", "run.evaluation_streams", "run.past"),
         *("run.revise", "run.sizing", "run.timeouts", "run.views"),
@@ -167,16 +165,13 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
         frozenset(
             {
                 *(
-                    f"{CLIENT}.batch.{name}" for name in ("device", "frame", "layout", "tensors")
+                    f"{CLIENT}.batch.{name}" for name in ("layout", "tensors")
                 ),  # layout: types alone
                 *(
                     f"{CLIENT}.connection.topology",
-                    f"{CLIENT}.job_server.launch",
+                    f"{CLIENT}.job_server.child_process",
                 ),  # the process group, where one is
-                *(
-                    f"{CLIENT}.datasets.{name}"
-                    for name in ("data_loader", "evaluation", "local", "peek", "peer_line")
-                ),
+                *(f"{CLIENT}.datasets.{name}" for name in ("local", "peer_line")),
                 *(f"{CLIENT}.datasets.{name}" for name in ("remote", "tensors", "training")),
                 *(f"{CLIENT}.clock.lr_scheduler", f"{CLIENT}.losses", INTEGRATIONS),
                 USES_CLIENT_AND_TORCH,

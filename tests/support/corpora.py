@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
-from tokenloom_server.mixing.catalog import policies
+from tokenloom_server.mixing.policies import policies
 from tokenloom_server.order import builder, snapshot, snapshot_encode
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline

@@ -171,7 +171,7 @@ import json, resource, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.sources.hub.layout import LayoutError, checked_card
+from tokenloom_server.sources.hub_layout import LayoutError, checked_card
 errors = {{}}
 for name, path in json.loads(sys.stdin.read()).items():
     path = Path(path)

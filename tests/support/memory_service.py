@@ -42,6 +42,7 @@ from tokenloom_server.reports.stats import (
     SnapshotInfo,
     SourceStats,
 )
+from tokenloom_server.run.recorder import Recent
 from tokenloom_tools.past.receipts import Receipts
 from tokenloom_tools.past.trace import Traces
 from tokenloom_tools.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
@@ -58,6 +59,7 @@ def source_stats(source_id: int = 0, **figures: Any) -> SourceStats:
             "id": source_id,
             "spec": f"parquet:data/source-{source_id}-*.parquet:text",
             "alias": f"source-{source_id}",
+            "group": figures.get("alias", f"source-{source_id}"),
             "target_share": 0.5,
             "expected_share": 0.5,
             "actual_share": 0.5,
@@ -97,6 +99,7 @@ def report_stats(**figures: Any) -> ReportStats:
             "total_tokens": 2_097_152,
             "step": 512,
             "loss": 3.25,
+            "smoothed_loss": 3.3,
             "learning_rate": 6e-4,
             "age_s": 1.5,
         }
@@ -143,12 +146,14 @@ def run_stats(run: str = "wiki-and-code", **figures: Any) -> RunStats:
             "real_tokens": 2_097_152,
             "skipped_tokens": 0,
             "tokens_per_s": 81_234.5,
+            "window_samples": 4800,
             "window_fill": 0.25,
             "waiting_for": "",
             "opening": False,
             "going_forward": "",
             "waiting_reason": None,
             "data_wait_share": 0.02,
+            "straggler": None,
             "ended": None,
             "exhausted": False,
             "error": None,
@@ -372,6 +377,7 @@ class MemoryService(Runs):
     without_text: bool = False
     """Whether the runs have no tokeniser."""
     rpc_errors: LabelledCounter = field(default_factory=lambda: LabelledCounter(threading.Lock()))
+    recent: dict[str, Recent] = field(default_factory=dict)
     measures: dict[str, Measures] = field(default_factory=dict)
     """By run."""
 
@@ -410,7 +416,9 @@ class MemoryService(Runs):
 
         return SimpleNamespace(
             coordinator=SimpleNamespace(name=run, pins=SimpleNamespace(pin=None)),
-            recorder=SimpleNamespace(note=lambda *_, **__: None),
+            recorder=SimpleNamespace(
+                note=lambda *_, **__: None, recent=self.recent.get(run, Recent())
+            ),
             measures=self.measures.setdefault(run, run_measures()),
             stats=owner(read=self.stats),
             losses=owner(read=self.losses),

@@ -199,7 +199,7 @@ def _outcome(form: Format, folder: Path, skip: bool, known: list[Any]) -> str:
 def main(folder: Path, seed: int, count: int, names: list[str]) -> None:
     import resource
 
-    from tokenloom_server.sources.parquet import lists as parquet_lists
+    from tokenloom_server.sources import parquet_lists
 
     # So small files are left to Arrow otherwise.
     parquet_lists.MIN_VALUES = 1

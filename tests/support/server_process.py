@@ -55,7 +55,13 @@ _WORK = (
 @cache
 def server_forks() -> Forks:
     """Where this process's servers and commands come from, with warnings as errors."""
-    forks = Forks("tokenloom_server.*", "tokenloom_proto.*", *_WORK, options=("-W", "error"))
+    forks = Forks(
+        "tokenloom_server.*",
+        "tokenloom_tools.*",
+        "tokenloom_proto.*",
+        *_WORK,
+        options=("-W", "error"),
+    )
     atexit.register(forks.close)
     return forks
 
@@ -147,7 +153,7 @@ class ServerProcess:
                 "error",
                 *self._options,
                 "-m",
-                "tokenloom_server",
+                "tokenloom_tools",
                 *map(str, arguments),
             ]
             with self.log_path.open("ab") as log:

@@ -335,7 +335,7 @@ def test_without_memory_on_a_node_the_error_says_so(
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "20")
     command = [
         "-m",
-        "tokenloom_server",
+        "tokenloom_tools",
         "prepare",
         "mixture.yaml",
         "--ray",

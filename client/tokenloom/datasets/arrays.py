@@ -11,7 +11,7 @@ from tokenloom_proto.batch_schedule import Sizes
 from tokenloom.batch.layout import NumpyBatch
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.topology import LaunchOptions, resolve
-from tokenloom.datasets.committed import CommittedDataset
+from tokenloom.datasets.order import CommittedDataset
 
 
 class NumpyDataset(CommittedDataset):

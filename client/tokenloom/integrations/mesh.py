@@ -20,13 +20,20 @@ from tokenloom_proto.batch_schedule import Sizes
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tokenloom.batch.frame import frame_layout, read_frame
 from tokenloom.batch.layout import IGNORED, Batch
 from tokenloom.connection.join import RunFacts, SampleForm, Source
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.topology import Topology
 from tokenloom.datasets.base import ResumableDataset
-from tokenloom.datasets.peer_line import BATCH, END, MADE, OPENED, PeerLine
+from tokenloom.datasets.peer_line import (
+    BATCH,
+    END,
+    MADE,
+    OPENED,
+    PeerLine,
+    frame_layout,
+    read_frame,
+)
 from tokenloom.datasets.remote import RemoteDataset
 from tokenloom.errors import JoinRefused
 from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tokenloom.batch.layout import Batch
-from tokenloom.datasets import data_loader
+from tokenloom.datasets import tensors
 from tokenloom.datasets.order import OrderDataset
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point, Positioned
 
@@ -44,7 +44,7 @@ class StatefulLoader(Positioned):
                 f"num_workers must be 0 or 1, as a rank is one slot of the run and each worker would claim it; "
                 f"got {num_workers}"
             )
-        data_loader.check_options(options)
+        tensors.check_options(options)
         if not isinstance(dataset, OrderDataset):
             raise ValueError(
                 f"a {type(dataset).__name__} has no state that a worker could be ahead of: use torch's DataLoader"
@@ -53,7 +53,7 @@ class StatefulLoader(Positioned):
         self._loader: DataLoader[Any] = DataLoader(
             _Pointed(dataset, collate_fn),
             batch_size=None,
-            collate_fn=data_loader.unchanged,
+            collate_fn=tensors.unchanged,
             num_workers=num_workers,
             **options,
         )

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.batch.layout import Batch
-from tokenloom.datasets.connected import TRAIN
-from tokenloom.datasets.evaluation import EvaluationDataset
+from tokenloom.datasets.base import TRAIN
+from tokenloom.datasets.training import EvaluationDataset
 from tokenloom.integrations.mesh import GroupDataset, peers_of
 
 

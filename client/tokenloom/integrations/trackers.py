@@ -13,11 +13,11 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tokenloom.datasets.committed import CommittedDataset
+from tokenloom.datasets.order import CommittedDataset
 from tokenloom.snapshot import KEY
 
 if TYPE_CHECKING:  # needs torch
-    from tokenloom.losses.source_loss import MeanLosses
+    from tokenloom.losses import MeanLosses
 
 #: What names of metrics may not have in one of the trackers.
 _UNSAFE = re.compile(r"[^\w.-]+")

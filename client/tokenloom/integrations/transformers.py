@@ -12,7 +12,10 @@ once more, or read them on one rank only, and reads ahead of what is trained on.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +27,10 @@ from transformers import Trainer, TrainerCallback
 
 from tokenloom.batch.layout import Batch
 from tokenloom.clock.lr_scheduler import TokenLRScheduler
-from tokenloom.clock.token_budget import TokenBudget
-from tokenloom.clock.token_progress import TokenProgress
-from tokenloom.datasets import data_loader
-from tokenloom.datasets.connected import ConnectedDataset
-from tokenloom.datasets.training import TrainingDataset
-from tokenloom.integrations.checks import check_accumulate, check_processes
-from tokenloom.integrations.trainer_checkpoint import last_checkpoint as last_checkpoint
-from tokenloom.integrations.trainer_checkpoint import read_state, step_of, write_state
+from tokenloom.clock.tokens import TokenBudget, TokenProgress
+from tokenloom.datasets import tensors
+from tokenloom.datasets.base import ConnectedDataset
+from tokenloom.datasets.training import TrainingDataset, check_accumulate, check_processes
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -39,7 +38,77 @@ if TYPE_CHECKING:
 else:
     _Trainer = object  # a mixin: the Trainer that it is for comes after it among the bases
 
+
+# Checkpoints of Hugging Face's ``Trainer`` that have the state of their data: one more file in each folder.
+
+
 log = logging.getLogger("tokenloom")
+
+#: The file of a checkpoint that holds the state of its data.
+STATE_FILE = "tokenloom.json"
+#: What Trainer writes last into a checkpoint, once every rank has written its part.
+TRAINER_STATE_FILE = "trainer_state.json"
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The newest checkpoint in a folder that was saved whole, for ``train(resume_from_checkpoint=…)``; None where there
+    is none. One that a job was killed in the midst of is left out."""
+    folder = Path(output_dir)
+    checkpoints = [
+        (int(match[1]), path)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (match := _FOLDER.fullmatch(path.name)) and path.is_dir()
+    ]
+    for _, path in sorted(checkpoints, reverse=True):
+        try:
+            step_of(path)
+            return str(path)
+        except (OSError, ValueError, KeyError):
+            log.warning("%s was not saved to the end and is left out", path)
+    return None
+
+
+def step_of(checkpoint: Path) -> int:
+    """Trainer's number of optimiser steps at a checkpoint that was saved whole."""
+    return int(
+        json.loads((checkpoint / TRAINER_STATE_FILE).read_text(encoding="utf-8"))["global_step"]
+    )
+
+
+def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    """Before Trainer writes its own files: as long as its last one is missing, the checkpoint does not count as
+    whole."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / TRAINER_STATE_FILE).unlink(missing_ok=True)  # of an earlier attempt
+    part = checkpoint / f"{STATE_FILE}.part"
+    part.write_text(json.dumps(state), encoding="utf-8")
+    part.replace(checkpoint / STATE_FILE)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What ``write_state`` wrote. Raises ``ValueError`` where there is none, or another thing."""
+    path = checkpoint / STATE_FILE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is not there: this checkpoint was saved without the state of its data, so where they go on is not "
+            f'known. If it is, put it into that file: a dataset\'s state_dict() as JSON, or {{"sample_index": N}}'
+        ) from None
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no JSON ({error}); expected what RemoteDataset.state_dict() gave"
+        ) from None
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"{path} holds a {type(state).__name__}; expected what RemoteDataset.state_dict() gave"
+        )
+    return state
+
+
+# a mixin: the Trainer that it is for comes after it among the bases
+
 
 #: What a batch has for the trainer and not for its model.
 _NOT_INPUTS = (frozenset(Batch.__annotations__) | {"dataset_id", "bucket"}) - {
@@ -379,7 +448,7 @@ def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loader(dataset: ConnectedDataset, collate: Callable[[Any], Any]) -> DataLoader[Any]:
-    return data_loader.loader_of(_Steps(dataset), collate_fn=collate)
+    return tensors.loader_of(_Steps(dataset), collate_fn=collate)
 
 
 class _Steps(IterableDataset[Batch]):

@@ -14,7 +14,7 @@ from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
 
 from tokenloom.connection.server import RunServer
-from tokenloom.job_server.mixture_file import require_server
+from tokenloom.job_server.child_process import require_server
 
 if TYPE_CHECKING:
     import grpc

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tokenloom_server.core import caller
 from tokenloom_server.core.control_characters import escaped
+from tokenloom_server.reports.history import EventKind
 from tokenloom_server.reports.stats import RevisionInfo, skips_text
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ def said(what: str, change: str) -> None:
     )
 
 
-def changed(run: ServedRun, change: str) -> None:
-    """The present caller changed a run, whose events have it, too."""
+def changed(run: ServedRun, change: str, kind: EventKind = "audit") -> None:
+    """The present caller changed a run, whose events have it, too; ``kind``: where they have one of it anyway."""
     said(f"run {run.coordinator.name}", change)
-    run.recorder.note("audit", escaped(change), author=caller.who.get().name)
+    run.recorder.note(kind, escaped(change), author=caller.who.get().name)
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def pinning(run: ServedRun) -> Iterator[None]:
     before = run.coordinator.pins.pin
     yield
     after = run.coordinator.pins.pin
-    changed(run, f"next launch: {_pin_text(after)} (before: {_pin_text(before)})")
+    changed(run, f"next launch: {_pin_text(after)} (before: {_pin_text(before)})", "pin")
 
 
 def revision_text(revision: RevisionInfo) -> str:

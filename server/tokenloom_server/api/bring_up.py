@@ -15,8 +15,8 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.config.differences import began_with, differences, refuse
 from tokenloom_server.config.mixture_change import MixtureChange
+from tokenloom_server.config.order_fields import began_with, differences, refuse
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.errors import ConfigError, TokenloomError

@@ -174,6 +174,11 @@ RUN_METRICS = (
         "window_fill",
         "Produced and not committed; fraction of the window.",
     ),
+    RowMetric(
+        "tokenloom_straggler_wait_share",
+        "straggler.waited_share",
+        "Part of their time that ranks wait for a slow one; absent where they do not.",
+    ),
     RowMetric("tokenloom_opening", "opening", "1 while a launch is being opened."),
     RowMetric(
         "tokenloom_ended",

@@ -24,10 +24,10 @@ from tokenloom_server.api.watched_files import Watcher
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, reason
 from tokenloom_server.ledger.base import Ledger
-from tokenloom_server.ledger.boot_clock import boot_id
 from tokenloom_server.ledger.open import open_ledger
+from tokenloom_server.ledger.sqlite_file import boot_id
 from tokenloom_server.run.timeouts import Timeouts
-from tokenloom_server.storage.drafts import write_whole
+from tokenloom_server.storage.file import write_whole
 
 if TYPE_CHECKING:
     from tokenloom_server.api.rest.routes import Routes

@@ -163,7 +163,7 @@ class Runs:
                 note = "Nothing is new in the file."
             self._problems.pop(served.origin.where, None)
             why = reason.text if reason is not None else "no reason given"
-            audit.changed(served, f"reloaded, of {served.origin.where} ({why})")
+            audit.changed(served, f"reloaded, of {served.origin.where} ({why})", "revision")
             return note
 
     def remove(self, name: str) -> MixtureOrigin:

@@ -21,7 +21,7 @@ from tokenloom_server.api.watched_files import WatchedFiles
 from tokenloom_server.config.base import Section
 from tokenloom_server.config.faults import explain
 from tokenloom_server.errors import ConfigError, NotFound, reason
-from tokenloom_server.storage.drafts import draft_of, write_whole
+from tokenloom_server.storage.file import draft_of, write_whole
 
 #: A file of so many bytes has tens of thousands of tokens.
 MAX_BYTES = 2**22

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from tokenloom_server.config.base import PlainText
-from tokenloom_server.config.described import Described
+from tokenloom_server.config.base import Described, PlainText
 from tokenloom_server.core.state import MAX_COUNTER
 
 _Counter = Annotated[int, Field(ge=0, le=MAX_COUNTER, examples=[4096])]

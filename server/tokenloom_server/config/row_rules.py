@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
@@ -19,6 +20,13 @@ _OPERATOR = re.compile(r"==|!=|<=|>=|<|>|(?<=\s)(?:not\s+in|in)(?=[\s\[])")
 _GAPS = re.compile(r"(\{\{|\}\}|\{[^{}]+\})")
 #: The template that is the tokeniser's own, for conversations.
 CHAT = "chat"
+#: How a conversation may lie in columns: those that are read before the source's own, with their names.
+CHAT_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "messages": (),
+    "sharegpt": (),
+    "alpaca": ("instruction", "input"),
+    "prompt_completion": ("prompt",),
+}
 _EXAMPLES = """such as 'score >= 0.5', 'lang == "en"' or 'lang in ["en", "de"]'"""
 
 
@@ -111,11 +119,15 @@ class Template:
     columns: tuple[str, ...]
 
     @classmethod
-    def of_chat(cls, messages: str, tools: str | None) -> Template:
-        """A conversation: the column of its messages, and after a line's end that of its tools, if it has any."""
-        return (
-            cls(("", ""), (messages,)) if tools is None else cls(("", "\n", ""), (messages, tools))
-        )
+    def of_lines(cls, *columns: str) -> Template:
+        """A line of each column: of a conversation's messages, and of its tools, if it has any."""
+        return cls(("", *["\n"] * (len(columns) - 1), ""), columns)
+
+    def of_parts(self) -> Template:
+        """Of columns that are JSON, the list of its texts and their values, one after the other."""
+        texts = [f",{json.dumps(text)}," for text in self.texts]
+        texts[0], texts[-1] = f"[{texts[0][1:]}", f"{texts[-1][:-1]}]"
+        return Template(tuple(texts), self.columns)
 
     @classmethod
     def parse(cls, text: str) -> Template:
@@ -155,6 +167,8 @@ class RowRules:
     template: Template | None = None
     as_json: bool = False
     """Of a template's columns, values that are no text become their JSON."""
+    quoted: bool = False
+    """Of these, text becomes its JSON, too, and a null is one."""
     is_mask: bool = False
     """The column is a loss mask: lists of true and false are as good as such of 1 and 0."""
     skip_bad: bool = False

@@ -22,20 +22,64 @@ from tokenloom_server.config.base import (
     Name,
     OnBadRow,
     OnExhausted,
+    PlainText,
     Presence,
     RowCount,
     Section,
     Share,
     Weight,
+    not_bool,
     whole_number,
 )
-from tokenloom_server.config.catalog import catalog_of
-from tokenloom_server.config.fim import FimConfig
-from tokenloom_server.config.row_rules import CHAT, Comparison, RowRules, Template
-from tokenloom_server.config.seen import SeenConfig
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec, catalog_of
+from tokenloom_server.config.row_rules import CHAT, CHAT_FORMATS, Comparison, RowRules, Template
 from tokenloom_server.core.control_characters import refuse_control_characters
 from tokenloom_server.errors import ConfigError
+
+# ``fim``: documents rearranged so that a model learns to fill in the middle.
+
+
+class FimIds(Section):
+    """The ids that stand before each part of a rearranged document."""
+
+    prefix: Annotated[int, Field(ge=0)]
+    """Before what came first."""
+    middle: Annotated[int, Field(ge=0)]
+    """Before what is to be filled in."""
+    suffix: Annotated[int, Field(ge=0)]
+    """Before what came last."""
+
+    @model_validator(mode="after")
+    def _check_distinct(self) -> Self:
+        if len({self.prefix, self.middle, self.suffix}) < 3:
+            raise ValueError(
+                f"found prefix {self.prefix}, middle {self.middle} and suffix {self.suffix}, expected three different "
+                "ids, or nobody can tell the parts apart"
+            )
+        return self
+
+
+class FimConfig(Section):
+    """Fill in the middle."""
+
+    rate: Annotated[float, Field(gt=0, le=1, strict=False), BeforeValidator(not_bool)]
+    """The share of documents that are rearranged, drawn for each row and epoch."""
+    spm_rate: Annotated[float, Field(ge=0, le=1, strict=False), BeforeValidator(not_bool)] = 0.0
+    """Of these, the share in the order suffix, prefix, middle; the others are in the order prefix, suffix, middle."""
+    ids: FimIds
+    """What marks the parts; of the vocabulary."""
+
+
+# ``seen``: the rows of a source that a job had read with another data loader, in the epoch that goes on here.
+
+
+class SeenConfig(Section):
+    """A file of flags, as numpy saves them: for each row of the source, file after file, whether it was read."""
+
+    file: Annotated[PlainText, Field(min_length=1)]
+    """Its path; one that is relative counts from the mixture file's folder."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Of the file: another one makes another order."""
 
 
 def comparisons(value: object) -> object:
@@ -99,6 +143,13 @@ class SourceConfig(Section):
     the tokeniser's own chat template renders."""
     chat_tools: Name | None = None
     """With ``template: chat``, the column of the tools of each conversation."""
+    chat_format: Literal["messages", "sharegpt", "alpaca", "prompt_completion"] = "messages"
+    """With ``template: chat``, what a conversation is. ``messages``: role and content of each. ``sharegpt``: ``from``
+    and ``value``. ``alpaca``: an instruction, an input or none, and the column of outputs. ``prompt_completion``: a
+    prompt and the column of completions, of which answers count, as text or as messages."""
+    loss_on: Literal["answers", "completion"] | None = None
+    """``answers``: with ``template: chat``, what the assistant says is found where the template has no blocks for it.
+    ``completion``: of the template's text, what its last column gives, which is the source's own."""
     transform: Annotated[str, Field(pattern=r"^[^:,\s]+:[^:,\s]+$")] | None = None
     """Experimental. ``MODULE:FUNCTION``, a function of the user's that makes of each text one other text, before it is
     tokenised; where whoever starts the server allows it."""
@@ -141,9 +192,24 @@ class SourceConfig(Section):
             )
         if self.chat_tools is not None and not self.is_chat:
             raise ValueError("chat_tools: is for template: chat; leave it out")
-        if self.transform is not None and self.is_chat:
+        if self.chat_format != "messages" and not self.is_chat:
+            raise ValueError("chat_format: is for template: chat; leave it out")
+        if self.loss_on == "answers" and not self.is_chat:
             raise ValueError(
-                "transform: is for texts, and template: chat is for conversations; leave one of them out"
+                "loss_on: answers is for template: chat; set completion, or leave it out"
+            )
+        if self.loss_on == "completion" and (
+            self.template in (None, CHAT)
+            or Template.parse(self.template or "").columns[-1] != spec.column
+        ):
+            raise ValueError(
+                "loss_on: completion is for a template whose last column is the source's own, such as "
+                f"'{{prompt}}{{{spec.column}}}'; found {self.template!r}"
+            )
+        if self.transform is not None and self.is_rendered:
+            raise ValueError(
+                f"transform: is for texts, and {'template: chat' if self.is_chat else 'loss_on'} says which part of "
+                "each row counts; leave one of them out"
             )
         if self.on_blank_line == "fail" and not spec.scheme.has_blank_lines:
             raise ValueError(
@@ -180,10 +246,17 @@ class SourceConfig(Section):
         )
         return RowRules(
             filter=tuple(map(Comparison.parse, self.filter or ())),
-            template=Template.of_chat(self.spec.column, self.chat_tools)
+            template=Template.of_lines(
+                *CHAT_FORMATS[self.chat_format],
+                self.spec.column,
+                *([self.chat_tools] if self.chat_tools is not None else ()),
+            )
             if self.is_chat
+            else template.of_parts()
+            if template is not None and self.is_rendered
             else template,
-            as_json=self.is_chat,
+            as_json=self.is_rendered,
+            quoted=self.is_rendered and not (self.is_chat and self.chat_format == "messages"),
             skip_blank=self.on_blank_line == "skip",
         )
 
@@ -193,6 +266,11 @@ class SourceConfig(Section):
         return self.template == CHAT
 
     @property
+    def is_rendered(self) -> bool:
+        """Whether text and loss mask are made together, of each row."""
+        return self.is_chat or self.loss_on is not None
+
+    @property
     def has_its_ids(self) -> bool:
         """Whether begin- and end-of-text ids stand where they belong already."""
         return self.is_chat or self.spec.scheme.gives_samples
@@ -200,7 +278,7 @@ class SourceConfig(Section):
     @property
     def has_loss_mask(self) -> bool:
         """Whether some of its tokens may count for no loss."""
-        return self.loss_mask is not None or self.is_chat
+        return self.loss_mask is not None or self.is_rendered
 
     @field_validator("source")
     @classmethod

@@ -60,7 +60,7 @@ def _safe_path(base_dir: Path) -> Path:
 
     Where the next launch is on another machine it finds an empty ledger, which goes on from the trainer's state.
     """
-    from tokenloom_server.ledger.shared_filesystem import refuse_shared
+    from tokenloom_server.ledger.sqlite_file import refuse_shared
 
     path = base_dir / FILE_NAME
     if not base_dir.is_dir():

@@ -39,12 +39,11 @@ from typing import Any
 
 from tokenloom_server.errors import LedgerError, TokenloomError
 from tokenloom_server.ledger import commands, records, redis_rows, refusals, rules
-from tokenloom_server.ledger.base import Ledger
+from tokenloom_server.ledger.base import HistoryStore, Ledger
 from tokenloom_server.ledger.commands import Command, LeaderCommand
-from tokenloom_server.ledger.history import HistoryStore
 from tokenloom_server.ledger.redis_client import RedisClient
-from tokenloom_server.ledger.redis_history import RedisHistory
 from tokenloom_server.ledger.redis_rows import (
+    RedisHistory,
     json_of,
     keys_of,
     lease_of,

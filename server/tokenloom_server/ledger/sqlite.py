@@ -14,13 +14,18 @@ from typing import Any
 
 from tokenloom_server.errors import LedgerUnsafe, TokenloomError
 from tokenloom_server.ledger import commands, records, sqlite_rows
-from tokenloom_server.ledger.base import Ledger, outcomes
+from tokenloom_server.ledger.base import HistoryStore, Ledger, outcomes
 from tokenloom_server.ledger.commands import Command
-from tokenloom_server.ledger.history import HistoryStore
 from tokenloom_server.ledger.rules import Head, Writes, decide, refuse_elsewhere, refuse_uid
 from tokenloom_server.ledger.sqlite_file import LEDGER, SqliteFile
-from tokenloom_server.ledger.sqlite_history import SqliteHistory
-from tokenloom_server.ledger.sqlite_rows import Record, all_of, first_of, put, stored_run
+from tokenloom_server.ledger.sqlite_rows import (
+    Record,
+    SqliteHistory,
+    all_of,
+    first_of,
+    put,
+    stored_run,
+)
 
 _HEAD = """
 SELECT runs.id, name, uid, epoch, generation, opening_mark, revision_changes,

@@ -19,10 +19,9 @@ from tokenloom_server.core.state import MAX_COUNTER, SHARE_UNIT, ChildState, Sta
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.mixing.leap import Leaps
 from tokenloom_server.mixing.node import NOTHING, Node, NodeWeights, Picks, RealLengths
-from tokenloom_server.mixing.policy import NodeShape, points_of
+from tokenloom_server.mixing.policy import NodeShape, integer_weights, points_of
 from tokenloom_server.mixing.totals import RowsPicked, Totals
 from tokenloom_server.mixing.varying import UPDATE_PICKS
-from tokenloom_server.mixing.weights import integer_weights
 
 
 class MixWeights(NamedTuple):

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.config.differences import changed_beside, differences, refuse
 from tokenloom_server.config.node import NodeConfig
+from tokenloom_server.config.order_fields import changed_beside, differences, refuse
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError, TokenizerError

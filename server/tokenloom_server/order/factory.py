@@ -35,7 +35,7 @@ from tokenloom_server.storage.urls import is_remote
 from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder, ReadyEncoder
 from tokenloom_server.tokenizer.engine import TokenizersEngine
 from tokenloom_server.tokenizer.masked import MaskedEncoder
-from tokenloom_server.workers.chats import ChatEncoder
+from tokenloom_server.workers.chats import RenderedEncoder
 from tokenloom_server.workers.crash_guard import CrashGuard, EngineDescription
 from tokenloom_server.workers.threads import (
     OPENING_THREADS,
@@ -161,8 +161,9 @@ class PipelineFactory:
         ``first`` on, count for the loss, though the config asks for it; and where one with ``transform`` has no texts.
         """
         self.readers.check_columns(first)
-        if any(source.is_chat for source in self.config.sources[first:]):
-            self.resources.chats(self.record)
+        for source in self.config.sources[first:]:
+            if source.is_rendered:
+                self.resources.renderer(self.record, source)
 
     def apart(self) -> PipelineFactory:
         """A factory with which each text is encoded in a process of its own, which may die of it."""
@@ -342,7 +343,7 @@ class PipelineFactory:
         engine = self.record.serving_engine
         if (
             source.transform is not None
-            or source.is_chat
+            or source.is_rendered
             or (engine and engine.engine == TokenizersEngine.name)
         ):
             return 0
@@ -382,13 +383,12 @@ class PipelineFactory:
             ends_once=config.adds_eot(source) == "auto",
             skip_bad=config.skips_bad_rows(source),
         )
-        if source.is_chat:
+        if source.is_rendered:
             masked = MaskedEncoder(
                 encoder(None), source.spec.column, adds_bos=config.adds_bos(source)
             )
-            return ChatEncoder(
-                self.resources.chats(record), masked, skip_bad=config.skips_bad_rows(source)
-            )
+            renderer = self.resources.renderer(record, source)
+            return RenderedEncoder(renderer, masked, skip_bad=config.skips_bad_rows(source))
         crash_records = None if self._apart else self.resources.crash_records(record)
         is_guarded = self._apart or crash_records is not None
         if (

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tokenloom_proto.resume import CLOCK_KEYS, older_payload, unwrapped
 from tokenloom_proto.seal import CHECKSUM
 
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order.nested_state import as_resume_state, is_nested

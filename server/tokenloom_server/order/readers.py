@@ -29,13 +29,13 @@ from tokenloom_server.packing.reading import (
 )
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.sources.base import Content, Shard, Source
-from tokenloom_server.sources.block_index import blocks
 from tokenloom_server.sources.files import in_threads
-from tokenloom_server.sources.holdout import HoldoutSource
+from tokenloom_server.sources.row_index import blocks
 from tokenloom_server.sources.scheme import ReadRequest, scheme_of
 from tokenloom_server.sources.sharded import ShardedSource
-from tokenloom_server.sources.tensors.buckets import Bucketing, bucket_index
-from tokenloom_server.sources.tensors.source import FeatureSource
+from tokenloom_server.sources.tensor_buckets import Bucketing, bucket_index
+from tokenloom_server.sources.tensor_source import FeatureSource
+from tokenloom_server.sources.wrapped import HoldoutSource
 from tokenloom_server.storage.urls import is_remote
 
 _log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.config.row_rules import PLAIN, RowRules
 from tokenloom_server.config.source import SourceConfig
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceChanged, reason
 from tokenloom_server.order.readers_stats import ReadersStats
 from tokenloom_server.order.record import RunRecord
@@ -29,7 +29,7 @@ from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.tokenizer.choose import load_engine
 from tokenloom_server.tokenizer.engine import Engine
-from tokenloom_server.workers.chats import Chats
+from tokenloom_server.workers.chats import Chats, Completions
 from tokenloom_server.workers.crash_records import CrashRecords
 from tokenloom_server.workers.processes import Transform
 from tokenloom_server.workers.threads import EnginePool, block_threads
@@ -117,7 +117,7 @@ class RunResources:
         # One more than read ahead: for whoever looks at samples or goes forward to a resume point meanwhile.
         self._encoders = encoders or block_threads() + 1
         self._engines: Cache[Engine] = Cache()
-        self._chats: Cache[Chats] = Cache()
+        self._renderers: Cache[Chats | Completions] = Cache()
         self._transforms: Cache[Transform] = Cache()
         self._crash_records: Cache[CrashRecords | None] = Cache()
 
@@ -152,10 +152,19 @@ class RunResources:
         )
         return self._engines.get(record.serving_engine, lambda: EnginePool(load, self._encoders))
 
-    def chats(self, record: RunRecord) -> Chats:
-        """What renders and encodes the run's conversations, for all pipelines. Raises ``TokenizerError``."""
+    def renderer(self, record: RunRecord, source: SourceConfig) -> Chats | Completions:
+        """What renders and encodes the rows of a source's kind, for all pipelines. Raises ``TokenizerError``."""
         assert record.tokenizer is not None
-        return self._chats.get(record.tokenizer.digest, partial(Chats, record.tokenizer))
+        make: Callable[[], Chats | Completions] = partial(
+            Chats, record.tokenizer, loss_on=source.loss_on, chat_format=source.chat_format
+        )
+        if not source.is_chat:
+            engine = record.serving_engine
+            make = partial(
+                Completions, record.tokenizer, engine, record.config.special_tokens_in_text
+            )
+        key = record.tokenizer.digest, source.is_chat, source.loss_on, source.chat_format
+        return self._renderers.get(key, make)
 
     def transform(self, name: str) -> Transform:
         """A user's function, for all pipelines. Raises ``ConfigError`` where it cannot be imported."""
@@ -192,8 +201,8 @@ class RunResources:
         """An orderly end: no row is suspected of it, and no user's function or chat template is at work."""
         for transform in self._transforms.values():
             transform.close()
-        for chats in self._chats.values():
-            chats.close()
+        for renderer in self._renderers.values():
+            renderer.close()
         for records in self._crash_records.values():
             if records is not None:
                 records.close()

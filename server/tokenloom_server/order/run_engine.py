@@ -63,6 +63,7 @@ def chosen_engine(
             remote=any(source.spec.is_remote for source, _ in texts),
         ),
         cpu_clock_s=time.thread_time,
+        needs_offsets=any(source.is_rendered for source, _ in texts),
     )
     _log_engine(config, choice)
     return choice

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenloom_proto.files import read_file
 
-from tokenloom_server.config.seen import SeenConfig
+from tokenloom_server.config.source import SeenConfig
 from tokenloom_server.errors import ConfigError, SourceChanged
 from tokenloom_server.order.exclusions import MAX_BYTES
 from tokenloom_server.packing.samples import Int64s

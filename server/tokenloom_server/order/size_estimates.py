@@ -25,7 +25,7 @@ from tokenloom_server.packing.reading import shuffled_files
 from tokenloom_server.packing.unpacked import unpacked_samples
 from tokenloom_server.sources import columns
 from tokenloom_server.sources.base import Rows, Source
-from tokenloom_server.sources.endings import codec_of
+from tokenloom_server.sources.files import codec_of
 from tokenloom_server.sources.lines import BOM, LinesSource
 from tokenloom_server.sources.sharded import no_rows
 from tokenloom_server.sources.wrapped import WrappedSource

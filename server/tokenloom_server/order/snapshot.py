@@ -13,8 +13,7 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.config.differences import changed_beside, differences, refuse
-from tokenloom_server.config.order_fields import digest_of
+from tokenloom_server.config.order_fields import changed_beside, differences, digest_of, refuse
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import ChildState, Imported, Skip, SourceState, State, digest_hex
 from tokenloom_server.errors import SnapshotInvalid

@@ -35,7 +35,7 @@ from tokenloom_server.core.state import (
     WindowCursor,
 )
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_server.mixing.weights import MAX_SUM
+from tokenloom_server.mixing.policy import MAX_SUM
 
 #: A snapshot of 200 sources has at most 96 KB; larger mixtures are larger, but nothing honest is above this.
 MAX_BYTES = 16 * 2**20

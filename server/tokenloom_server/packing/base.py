@@ -15,7 +15,7 @@ from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.real_tokens import Boundaries
 from tokenloom_server.packing.samples import Int64s, Sample, SampleFormat, hashed
 from tokenloom_server.packing.tokenized_rows import DocumentSpan
-from tokenloom_server.sources.tensors.column import item_bytes
+from tokenloom_server.sources.tensors import item_bytes
 
 
 class SourcePosition(NamedTuple):

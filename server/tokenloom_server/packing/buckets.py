@@ -24,10 +24,9 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.base import Batch, Block, BlockOrigins, Feature
 from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.packing.samples import Int64s, Sample, hashed
-from tokenloom_server.sources.tensors.buckets import BucketIndex
-from tokenloom_server.sources.tensors.column import BINARY, STORED_AS, STRING, Column
-from tokenloom_server.sources.tensors.decoded import Values
-from tokenloom_server.sources.tensors.source import FeatureSource
+from tokenloom_server.sources.tensor_buckets import BucketIndex
+from tokenloom_server.sources.tensor_source import FeatureSource
+from tokenloom_server.sources.tensors import BINARY, STORED_AS, STRING, Column, Values
 
 _Bytes = npt.NDArray[np.uint8]
 

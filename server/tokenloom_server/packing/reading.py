@@ -20,7 +20,7 @@ from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, row_cu
 from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.sources.base import Source
-from tokenloom_server.sources.block_index import row_counts
+from tokenloom_server.sources.row_index import row_counts
 
 
 class RowRange(NamedTuple):

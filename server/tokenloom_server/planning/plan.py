@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tokenloom_server.config.described import Document
+from tokenloom_server.config.base import Document
 
 
 class PlannedSource(Document):

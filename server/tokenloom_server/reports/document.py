@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenloom_server.config.described import Document
+from tokenloom_server.config.base import Document
 
 
 class RunDocument(Document):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tokenloom_server.config.described import Document
+from tokenloom_server.config.base import Document
 from tokenloom_server.reports.document import RunDocument
 from tokenloom_server.reports.stats import SourceName
 
@@ -18,6 +18,9 @@ EventKind = Literal[
     "revision",
     "failover",
     "bad_rows",
+    "exhausted",
+    "rank",
+    "straggler",
     "error",
     "end",
     "ledger",
@@ -63,7 +66,7 @@ class RunHistory(RunDocument):
     data_wait_share: list[float | None]
     window_fill: list[float]
     loss: list[float | None]
-    """Over all sources, as trainers reported it."""
+    """Over all sources, as trainers reported it, smoothed as those of the sources."""
     learning_rate: list[float | None]
     step: list[int | None]
     """The trainer's own count."""

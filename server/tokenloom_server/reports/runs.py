@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from tokenloom_server.config.described import Document
+from tokenloom_server.config.base import Document
 
 
 class BrokenRun(Document):

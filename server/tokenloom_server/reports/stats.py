@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from tokenloom_server.config.described import Document
+from tokenloom_server.config.base import Document
 from tokenloom_server.core.rank_state import RankState
 from tokenloom_server.core.wait_reason import WaitReason
 from tokenloom_server.order.readers_stats import ReadersStats
@@ -34,6 +34,12 @@ class RevisionInfo(Document):
     where nothing was committed lately."""
 
 
+#: Where every rank waits for data at least this part of its time, the data sets the pace: as in TokenloomStarved.
+SLOW_DATA_SHARE = 0.05
+#: Ranks that a sentence names, at most.
+_NAMED = 8
+
+
 class SourceName(Document):
     """Which source it is."""
 
@@ -47,16 +53,20 @@ class SourceName(Document):
 class SourceStats(SourceName):
     """One source. Counters are committed ones."""
 
+    group: str = ""
+    """The group that it is shown in where there are many: a node of the mixture, or what the names of several sources
+    begin with; else its own alias."""
     target_share: float
-    """Share of the next tokens that the weights in force ask for (0 to 1); 0 once the source gives nothing more. Which
-    tokens shares are of, the run's ``count`` says."""
+    """Share of the next tokens that the weights in force ask for (0 to 1); 0 once the source gives nothing more. Where
+    the data have ended, that of the last ones. Which tokens shares are of, the run's ``count`` says."""
     expected_share: float
     """Share of the run's tokens so far that the weights asked for, each while it was in force (0 to 1); 0 before the
     first."""
     actual_share: float
     """Share of the run's tokens so far (0 to 1); 0 before the first."""
     window_share: float | None
-    """Share of the tokens that were committed in the last 30 s (0 to 1); null where none were."""
+    """Share of the tokens that were committed in the last 30 s (0 to 1), the run's ``window_samples``; null where none
+    were."""
     samples: int
     rows: int
     """Rows taken to their end."""
@@ -139,6 +149,8 @@ class ReportStats(Document):
     """Its own count."""
     loss: float | None
     """Over all sources; null where it was not reported."""
+    smoothed_loss: float | None
+    """The same over the last reports, as the sources' losses are smoothed."""
     learning_rate: float | None
     age_s: float
     """Seconds since it came."""
@@ -173,6 +185,30 @@ def skips_text(skips: Mapping[int, int]) -> str:
     )
 
 
+def ranks_text(ranks: Sequence[int], verb: str, plural: str) -> str:
+    """Some ranks and a verb, for people."""
+    named = ", ".join(map(str, ranks[:_NAMED]))
+    more = f" and {len(ranks) - _NAMED:,} more" if len(ranks) > _NAMED else ""
+    return f"ranks {named}{more} {plural}" if len(ranks) > 1 else f"rank {named} {verb}"
+
+
+class Straggler(Document):
+    """Ranks that hold the others up."""
+
+    ranks: list[int]
+    waited_share: float
+    """The part of the time that the others waited for data (0 to 1), in the median."""
+    seconds: float
+    """How long that time is: the last ten minutes at most."""
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{ranks_text(self.ranks, 'holds', 'hold')} the others up: they waited {self.waited_share:.0%} of the last "
+            f"{self.seconds / 60:.0f} minutes"
+        )
+
+
 class RunState(RunDocument):
     """How a run is: what all that is said of it begins with."""
 
@@ -184,7 +220,7 @@ class RunState(RunDocument):
     total_tokens: int
     """Committed: the run's clock."""
     tokens_per_s: float
-    """Committed tokens per second over the last seconds."""
+    """Committed tokens per second over the last seconds; 0 once the data have ended."""
     waiting_for: str
     """What production waits for; empty while it works."""
     waiting_reason: WaitReason | None
@@ -193,6 +229,8 @@ class RunState(RunDocument):
     data_wait_share: float | None
     """The part of the last half a minute that the rank which waited least for data did (0 to 1): near 0 training sets
     the pace, near 1 the data does. Null where no rank has reported it."""
+    straggler: Straggler | None
+    """The ranks that the others wait for; null where none holds others up, or that is not known yet."""
     opening: bool
     """Whether a launch is being opened, which may take as long as going forward to where it begins."""
     going_forward: str
@@ -236,6 +274,8 @@ class RunStats(RunState):
     """Of these, documents': without padding."""
     skipped_tokens: int
     """Of samples that were passed over; the clock is without them."""
+    window_samples: int
+    """Samples that were committed in the last 30 s: their shares are coarse, as they change by whole samples."""
     window_fill: float
     """Produced and not yet committed, as a fraction of the window (0 to 1)."""
     exhausted: bool
@@ -257,6 +297,24 @@ class RunStats(RunState):
     ranks: list[RankStats]
 
 
+class Deviation(Document):
+    """How far a source is from its plan."""
+
+    alias: str
+    share: float
+    """Its share of the tokens so far, less the one that the weights asked for (-1 to 1)."""
+
+
+class NewestEvent(Document):
+    """What happened last to a run."""
+
+    kind: str
+    time: float
+    """Unix time, seconds."""
+    text: str
+    """One sentence."""
+
+
 class RunSummary(RunState):
     """What a list of runs says of one."""
 
@@ -265,9 +323,17 @@ class RunSummary(RunState):
     seconds_left: float | None
     """Until the data end at the present rate, by the rows that are left; null where nothing moves, where a source has
     no limit, or where that is not known."""
+    deviation: Deviation | None
+    """Of the source that is furthest from its plan; null where none is by more than one sample."""
+    rates: list[float]
+    """Tokens per second at the newest points of its history, oldest first; empty where this server does not lead."""
+    last_event: NewestEvent | None
+    """Null where this server does not lead, or nothing has happened yet."""
 
     @classmethod
-    def of_stats(cls, stats: RunStats) -> RunSummary:
+    def of_stats(
+        cls, stats: RunStats, rates: Sequence[float] = (), last_event: NewestEvent | None = None
+    ) -> RunSummary:
         left = [source.remaining_samples for source in stats.sources if source.target_share > 0]
         seconds_left = None
         if None not in left and stats.tokens_per_s > 0:
@@ -275,11 +341,21 @@ class RunSummary(RunState):
                 sum(count or 0 for count in left) * stats.sequence_length / stats.tokens_per_s
             )
         states = [rank.state for rank in stats.ranks]
+        off = max(
+            (
+                Deviation(alias=source.alias, share=source.actual_share - source.expected_share)
+                for source in stats.sources
+            ),
+            key=lambda deviation: abs(deviation.share),
+        )
         return cls.of(
             stats,
             ranks_connected=states.count("connected"),
             ranks_away=states.count("away"),
             seconds_left=seconds_left,
+            deviation=off if abs(off.share) * stats.sample_index > 1 else None,
+            rates=[*rates],
+            last_event=last_event,
         )
 
 

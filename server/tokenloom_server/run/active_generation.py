@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple
 
 from tokenloom_server.core.rank_state import RankState
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import date_of
 from tokenloom_server.order.steps import BatchPlan, StepGroup
+from tokenloom_server.reports.stats import SLOW_DATA_SHARE, Straggler
 from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.slots import WaitShare
+
+#: A rank holds others up where these wait at least such a part of their time, once this is known of so many seconds.
+STRAGGLER_SHARE, STRAGGLER_AFTER_S = 0.25, 120.0
 
 
 class RankView(NamedTuple):
@@ -26,6 +32,8 @@ class RankView(NamedTuple):
     #: For how long it has waited for data since it joined, seconds; and the part of its last half a minute.
     waited_s: float
     wait_share: float | None
+    #: The same over minutes, and how many seconds these are.
+    long_wait: WaitShare | None
     #: The client's, as its Join said; empty where it did not.
     release: str
 
@@ -65,6 +73,25 @@ class GenerationView(NamedTuple):
         connected says it."""
         connected = (rank.wait_share for rank in self.ranks if rank.state == "connected")
         return min((share for share in connected if share is not None), default=None)
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The ranks that hardly wait for data, where most others do for long: the window is full, and they wait for
+        these; None where none holds others up."""
+        known = {
+            rank.rank: rank.long_wait
+            for rank in self.ranks
+            if rank.state == "connected" and rank.long_wait is not None
+        }
+        slow = [rank for rank, wait in known.items() if wait.share < SLOW_DATA_SHARE]
+        others = [wait.share for wait in known.values() if wait.share >= SLOW_DATA_SHARE]
+        seconds = min((wait.seconds for wait in known.values()), default=0.0)
+        if not slow or len(slow) > len(others) or seconds < STRAGGLER_AFTER_S:
+            return None
+        share = median(others)
+        if share < STRAGGLER_SHARE:
+            return None
+        return Straggler(ranks=slow, waited_share=share, seconds=round(seconds, 1))
 
 
 @dataclass(slots=True)
@@ -123,6 +150,7 @@ class ActiveGeneration:
                 slot.last_heard,
                 slot.waited_s,
                 slot.wait_share,
+                slot.long_wait,
                 slot.release,
             )
             for slot in generation.slots

@@ -14,8 +14,14 @@ from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.history import EventKind
-from tokenloom_server.reports.stats import RunStats, skips_text
+from tokenloom_server.reports.stats import RunStats, ranks_text, skips_text
 from tokenloom_server.run.history import Event
+
+#: A rank that is away, and was heard before, is lost after so long a silence: one whose connection broke comes back.
+LOST_AFTER_S = 15.0
+
+#: Kinds that comparing finds, too; what of them it does not find is an audit event.
+_OF_CALLERS = frozenset({"launch", "pin", "revision"})
 
 
 class Seen(NamedTuple):
@@ -33,6 +39,10 @@ class Seen(NamedTuple):
     error: str = ""
     #: By source id.
     bad_rows: Sequence[int] = ()
+    exhausted: Sequence[bool] = ()
+    #: Of the generation: the ranks that are lost, and those that hold the others up.
+    lost: Sequence[int] = ()
+    stragglers: Sequence[int] = ()
 
     @classmethod
     def read(cls, text: str) -> Seen:
@@ -82,10 +92,14 @@ class Look(NamedTuple):
 
 def compared(seen: Seen, look: Look) -> tuple[Seen, list[Event]]:
     """What is seen with a look, and the events since the one before, by time."""
-    stats, baseline = look.stats, seen.bad_rows
+    stats, baseline, exhausted = look.stats, seen.bad_rows, seen.exhausted
     if look.openings:
         start = look.timeline.decode(look.openings[-1].start_state)
         baseline = [source.row_counts.bad_rows for source in start.sources]
+        exhausted = [source.exhausted for source in start.sources]
+        seen = seen._replace(lost=(), stragglers=())
+    seen = seen._replace(exhausted=exhausted)
+    stands = stats.sample_index <= look.reached.get(stats.generation, -1)
     bad_rows = [source.bad_rows for source in stats.sources]
     # Right after a restart the counts are those of a state before.
     bad_rows = [
@@ -105,12 +119,20 @@ def compared(seen: Seen, look: Look) -> tuple[Seen, list[Event]]:
         ended=f"{stats.generation} {stats.ended}" if stats.ended is not None else seen.ended,
         error=f"{stats.generation} {stats.error}" if stats.error is not None else seen.error,
         bad_rows=bad_rows,
+        exhausted=[
+            source.exhausted or (stands and any(exhausted[source.id : source.id + 1]))
+            for source in stats.sources
+        ],
+        lost=_lost(stats) if stats.ended is None else seen.lost,
+        stragglers=stats.straggler.ranks if stats.straggler is not None else (),
     )
     events = [
         *_launches(look),
         *_revisions(seen.revisions, look),
         *_of_server(seen, after, look),
         *_bad_rows(baseline, bad_rows, look),
+        *_exhausted(seen, after, look),
+        *_of_ranks(seen, after, look),
     ]
     return after, sorted(events, key=lambda event: event.time)
 
@@ -119,18 +141,19 @@ def _launches(look: Look) -> Iterator[Event]:
     for opening in look.openings:
         start, number = opening.start_index, opening.generation
         origin = Origin.from_json(opening.parent_run)
-        if origin is not None and not opening.parent:
-            text = f"the run begins where run {origin.run} stood at sample {origin.sample_index:,}"
-            yield look.event("fork", text, start, number, opening.opened_at)
         came_to = look.reached.get(number - 1, 0)
-        if start < came_to:
+        kind: EventKind = "launch"
+        text = f"generation {number} begins at sample {start:,}"
+        if origin is not None and not opening.parent:
+            kind = "fork"
+            text += f", where run {origin.run} stood at sample {origin.sample_index:,},"
+        elif start < came_to:
+            kind = "rewind"
             text = f"generation {number} goes back from sample {came_to:,} to {start:,}"
-            yield look.event("rewind", text, start, number, opening.opened_at)
-        text = (
-            f"generation {number} begins at sample {start:,} with {opening.world_size:,} ranks and batches of "
-            f"{opening.batch_size:,} samples each"
+        text += (
+            f" with {opening.world_size:,} ranks and batches of {opening.batch_size:,} samples each"
         )
-        yield look.event("launch", text, start, number, opening.opened_at)
+        yield look.event(kind, text, start, number, opening.opened_at)
 
 
 def _revisions(known: Sequence[float], look: Look) -> Iterator[Event]:
@@ -190,3 +213,51 @@ def _bad_rows(before: Sequence[int], now: Sequence[int], look: Look) -> Iterator
         yield look.now(
             "bad_rows", f"rows that did not decode were passed over: {', '.join(of_source)}"
         )
+
+
+def _exhausted(seen: Seen, after: Seen, look: Look) -> Iterator[Event]:
+    # Where the data end, that event says so.
+    for source in look.stats.sources if look.stats.ended is None else ():
+        if after.exhausted[source.id] and not any(seen.exhausted[source.id : source.id + 1]):
+            passes = f"{source.tokens:,} tokens, {source.epoch:.2f} passes"
+            text = f"source {source.alias} ran out after {passes}: the others share what it had"
+            yield look.now("exhausted", text)
+
+
+def _lost(stats: RunStats) -> list[int]:
+    return [
+        rank.rank
+        for rank in stats.ranks
+        if rank.state == "away" and (rank.last_heard_s or 0) >= LOST_AFTER_S
+    ]
+
+
+def _of_ranks(seen: Seen, after: Seen, look: Look) -> Iterator[Event]:
+    lost = [rank for rank in after.lost if rank not in seen.lost]
+    back = [rank for rank in seen.lost if rank not in after.lost]
+    if lost:
+        silent_s = min(look.stats.ranks[rank].last_heard_s or 0 for rank in lost)
+        text = f"{ranks_text(lost, 'is', 'are')} lost: nothing was heard for {silent_s:.0f} s"
+        yield look.now("rank", text)
+    if back:
+        yield look.now("rank", f"{ranks_text(back, 'is', 'are')} back")
+    if look.stats.straggler is not None and not {*after.stragglers} <= {*seen.stragglers}:
+        yield look.now("straggler", look.stats.straggler.text)
+    elif seen.stragglers and not after.stragglers:
+        yield look.now("straggler", "no rank holds the others up any more")
+
+
+def with_authors(events: Sequence[Event], noted: Sequence[Event]) -> list[Event]:
+    """What was found by comparing and what a caller noted of the same act, as one event, whose author that caller is
+    if it has none; whatever else is noted follows as it is."""
+    found, rest = [*events], []
+    same = {"fork": "launch", "rewind": "launch"}
+    open_to = [same.get(event.kind, event.kind) for event in found]
+    for event in reversed(noted):
+        if event.kind in open_to:
+            at = len(open_to) - 1 - open_to[::-1].index(event.kind)
+            open_to[at] = ""
+            found[at] = found[at]._replace(author=found[at].author or event.author)
+        else:
+            rest.append(event._replace(kind="audit") if event.kind in _OF_CALLERS else event)
+    return [*found, *reversed(rest)]

@@ -271,7 +271,17 @@ def _of_documents(
     of_source = f"source {source.source!r}: "
     yield of_source + "add_bos", theirs.config.adds_bos(known), ours.config.adds_bos(source)
     yield of_source + "add_eot", theirs.config.adds_eot(known), ours.config.adds_eot(source)
-    for field in ("filter", "template", "chat_tools", "transform", "fim", "holdout", "seen"):
+    for field in (
+        "filter",
+        "template",
+        "chat_tools",
+        "chat_format",
+        "loss_on",
+        "transform",
+        "fim",
+        "holdout",
+        "seen",
+    ):
         yield of_source + field, getattr(known, field), getattr(source, field)
     code = [
         factory.record.manifest.transforms.get(source.transform or "") for factory in (theirs, ours)

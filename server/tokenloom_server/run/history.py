@@ -32,6 +32,7 @@ def point_text(stats: RunStats) -> str:
     """A run at one moment, as JSON."""
     point = {name: _rounded(getattr(stats, name)) for name in OF_RUN}
     point |= {name: _rounded(getattr(stats.reported, name, None)) for name in OF_REPORT}
+    point["loss"] = _rounded(getattr(stats.reported, "smoothed_loss", None))
     point["sources"] = {
         name: [_rounded(getattr(one, name)) for one in stats.sources] for name in OF_SOURCE
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tokenloom_server.ledger.history import HistoryEntry
+from tokenloom_server.ledger.base import HistoryEntry
 from tokenloom_server.reports.history import RunEvent, RunEvents, RunHistory, SourceHistory
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.history import OF_REPORT, OF_RUN, OF_SOURCE

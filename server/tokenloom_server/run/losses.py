@@ -25,6 +25,8 @@ MAX_POINTS, MAX_CELLS, MIN_POINTS = 512, 2**17, 32
 MAX_VALUE = 1e9
 #: What a report counts in the smoothed loss beside the next one.
 SMOOTHING = 0.9
+#: In place of a source id.
+_ALL = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,11 @@ class Report:
     sources: Mapping[int, tuple[float, int]]
     loss: float | None = None
     learning_rate: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """That any loss is of."""
+        return sum(tokens for _, tokens in self.sources.values())
 
     def check(self, sources: int) -> None:
         """Raises ``ConfigError`` naming the field that a run of so many sources cannot have reported."""
@@ -68,7 +75,7 @@ class Losses:
         self._last: Report | None = None
         self._generation = 0
         self._reported_at = 0.0
-        # By source id: the newest loss, and the smoothed one's sum and weight.
+        # By source id, and of all: the newest loss, and the smoothed one's sum and weight.
         self._newest: dict[int, tuple[float, float, float]] = {}
 
     def add(self, uid: str, generation: int, attempt: str, report: Report) -> None:
@@ -89,7 +96,8 @@ class Losses:
                 generation,
                 self._coordinator.clock(),
             )
-            for source, (loss, tokens) in report.sources.items():
+            of_all = {} if report.loss is None else {_ALL: (report.loss, report.tokens or 1)}
+            for source, (loss, tokens) in (of_all | {**report.sources}).items():
                 _, total, weight = self._newest.get(source, (0.0, 0.0, 0.0))
                 self._newest[source] = (
                     loss,
@@ -107,8 +115,10 @@ class Losses:
         }
         if last is None:
             return None, by_source
-        same = {name: getattr(last, name) for name in ReportStats.model_fields if name != "age_s"}
-        return ReportStats(**same, age_s=max(0.0, round(age_s, 3))), by_source
+        smoothed, _ = by_source.pop(_ALL, (None, None))
+        own: dict[str, Any] = {"age_s": max(0.0, round(age_s, 3)), "smoothed_loss": smoothed}
+        same = {name: getattr(last, name) for name in ReportStats.model_fields if name not in own}
+        return ReportStats(**same, **own), by_source
 
     def read(self) -> RunLosses:
         """The curve."""
@@ -167,7 +177,7 @@ class Curve:
         for source, (loss, tokens) in report.sources.items():
             sums[1 + source] = loss * tokens, tokens
         if report.loss is not None:
-            weight = sums[1:, 1].sum() or 1
+            weight = report.tokens or 1
             sums[0] = report.loss * weight, weight
         point = _Point(
             report.sample_index, report.total_tokens, report.step, sums, report.learning_rate

@@ -8,19 +8,21 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import NamedTuple
 
 from tokenloom_proto.threads import Loop
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import TokenloomError
-from tokenloom_server.ledger.history import HistoryEntry, HistoryStore, Kind
+from tokenloom_server.ledger.base import HistoryEntry, HistoryStore, Kind
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.reports.history import EventKind
-from tokenloom_server.reports.stats import RunStats
+from tokenloom_server.reports.stats import NewestEvent, RunStats
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.events import Look, Seen, compared
+from tokenloom_server.run.events import Look, Seen, compared, with_authors
 from tokenloom_server.run.history import Event, is_kept, point_text
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.stats import StatsReader
@@ -29,15 +31,23 @@ _log = logging.getLogger(__name__)
 
 #: Points and events are written at most this often, seconds.
 EVERY_S = 10.0
-#: The recorder wakes this often, seconds: to see whether the ledger can be reached, and losses of a run's beginning.
+#: The recorder wakes this often, seconds: to see whether the ledger can be reached, and points of a run's beginning.
 LOOK_S = 1.0
-#: So many points of a run may be nearer than ``EVERY_S`` to each other, where losses are reported.
+#: So many points of a run may be nearer than ``EVERY_S`` to each other: a run may be short.
 FIRST_POINTS = 100
 #: Events that are kept, of those that are rare and of those that are not; and noted between two writes.
 MAX_EVENTS, MAX_NOTED = 1000, 1000
+#: Points that a list of runs shows the rates of.
+RECENT_POINTS = 60
 #: Points are thinned out once for so many that are added.
 THIN_EVERY = 32
-_FREQUENT = frozenset({"audit", "bad_rows", "failover", "ledger", "pin"})
+_FREQUENT = frozenset({"audit", "bad_rows", "failover", "ledger", "pin", "rank", "straggler"})
+#: Events that are said in the log, too: what else says them nowhere.
+_LOGGED: Mapping[EventKind, int] = {
+    "exhausted": logging.INFO,
+    "rank": logging.WARNING,
+    "straggler": logging.WARNING,
+}
 
 
 class _Point(NamedTuple):
@@ -45,6 +55,24 @@ class _Point(NamedTuple):
     #: Generation and sample index.
     place: tuple[int, int]
     text: str
+
+
+class Recent(NamedTuple):
+    """The newest of a history: tokens per second of its points, and its last event."""
+
+    rates: Sequence[float] = ()
+    last_event: NewestEvent | None = None
+
+    def after(self, entries: Iterable[HistoryEntry]) -> Recent:
+        """With what was written since."""
+        rates, last = [*self.rates], self.last_event
+        for entry in entries:
+            if entry.kind == "points":
+                rates.append(json.loads(entry.text)["tokens_per_s"])
+            elif entry.kind != "mark" and (last is None or entry.time >= last.time):
+                event = Event(**json.loads(entry.text))
+                last = NewestEvent(kind=event.kind, time=event.time, text=event.text)
+        return Recent(rates[-RECENT_POINTS:], last)
 
 
 class _Stored:
@@ -60,7 +88,11 @@ class _Stored:
         }
         for entry in store.entries(uid, stream, *self.entries):
             self.entries[entry.kind].append(entry)
-        texts = store.read(uid, stream, [*self.entries["mark"], *self.entries["points"][-1:]])
+        last = self.entries["points"][-RECENT_POINTS:], self.entries["events"][-1:]
+        texts = store.read(
+            uid, stream, [*self.entries["mark"], *chain(*last), *self.entries["frequent"][-1:]]
+        )
+        self.recent = Recent().after(texts)
         self.seen = next((Seen.read(entry.text) for entry in texts if entry.kind == "mark"), Seen())
         #: Generation and sample index of the last point.
         self.last = (0, 0)
@@ -98,6 +130,7 @@ class Recorder(Loop):
         self._losses = losses
         self._holder = holder
         self._store = coordinator.ledger.history()
+        self.recent = Recent()
         self._noted: deque[Event] = deque(maxlen=MAX_NOTED)
         # None until this server leads, and once another one does.
         self._stored: _Stored | None = None
@@ -105,7 +138,8 @@ class Recorder(Loop):
         self._sought: tuple[str, int] | None = None
         # Points that are not written yet, numbered when they are.
         self._points: list[_Point] = []
-        self._reported: object = None
+        #: What was committed and reported at the last point that was nearer than ``EVERY_S``.
+        self._moved: object = None
         #: What is written at once, for nothing in the ledger tells of it.
         self._urgent: object = None
         self._away_since: float | None = None
@@ -162,13 +196,14 @@ class Recorder(Loop):
             )
             self._away_since = None
         stored, newest = self._stored, self._losses.newest()[0]
-        reported = newest.sample_index if newest is not None else None
+        moved = coordinator.committed_through, newest and newest.sample_index
         if (
             stored is not None
+            and moved[0]
             and stored.next_number("points") < FIRST_POINTS
-            and reported != self._reported
+            and moved != self._moved
         ):
-            self._reported = reported
+            self._moved = moved
             self._points = [*self._points, self._point(self._stats.read())][:FIRST_POINTS]
 
     def _write(self, store: HistoryStore) -> None:
@@ -179,6 +214,7 @@ class Recorder(Loop):
         stored, stats, noted = self._stored, self._stats.read(), list(self._noted)
         if stored is None or stored.run != (coordinator.uid, epoch):
             stored = self._stored = _Stored(store, *of_run, epoch)
+            self.recent = stored.recent
             is_known = (
                 stored.last == (stats.generation, stats.sample_index) or self._sought == stored.run
             )
@@ -186,6 +222,7 @@ class Recorder(Loop):
                 stats = self._with_end(stats)
                 self._sought = stored.run if stats.ended is None else None
         seen, events = compared(stored.seen, self._look_at(stats, stored))
+        events = with_authors(events, noted)
         points, last = self._points, self._point(stats)
         if last.place != (points[-1].place if points else stored.last):
             points = [*points, last]
@@ -195,7 +232,7 @@ class Recorder(Loop):
             HistoryEntry("points", number, max(least, point.time), point.text)
             for number, point in enumerate(points, stored.next_number("points"))
         ]
-        for number, event in enumerate([*events, *noted], stored.next_number("events", "frequent")):
+        for number, event in enumerate(events, stored.next_number("events", "frequent")):
             kind: Kind = "frequent" if event.kind in _FREQUENT else "events"
             put.append(HistoryEntry(kind, number, event.time, event.as_json()))
         if not put:
@@ -217,6 +254,10 @@ class Recorder(Loop):
         stored.seen, stored.last = seen, last.place
         self._stored = stored
         self._points = []
+        self.recent = self.recent.after(put)
+        for event in events:
+            if event.kind in _LOGGED:
+                _log.log(_LOGGED[event.kind], "%s: %s", coordinator.name, event.text)
         for event in noted:
             if self._noted and self._noted[0] is event:
                 self._noted.popleft()

@@ -8,12 +8,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tokenloom_server.core.rank_state import RankState
 
-#: What a rank waited lately is counted over one or two spans of this length, seconds.
-WAIT_SPAN_S = 15.0
+#: What a rank waited is counted over one or two spans of a length: lately, and to tell whether one holds others up,
+#: which a checkpoint that one of them writes is not to look like. Seconds.
+WAIT_SPAN_S, LONG_SPAN_S = 15.0, 300.0
+
+
+class WaitShare(NamedTuple):
+    """The part of the last so many seconds that a rank waited for data (0 to 1)."""
+
+    share: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class Waits:
+    """What a rank waited over the last one or two spans."""
+
+    span_s: float
+    #: (time, seconds) of one or two earlier reports, a span apart.
+    _earlier: tuple[tuple[float, float], ...] = ()
+
+    def note(self, waited_s: float, now: float) -> None:
+        if not self._earlier or now - self._earlier[-1][0] >= self.span_s:
+            self._earlier = (*self._earlier[-1:], (now, waited_s))
+
+    def until(self, waited_s: float, now: float | None) -> WaitShare | None:
+        """Up to a report at ``now``; None where it is the first one."""
+        if not self._earlier or now is None or now <= self._earlier[0][0]:
+            return None
+        since, before_s = self._earlier[0]
+        return WaitShare(min(1.0, (waited_s - before_s) / (now - since)), now - since)
 
 
 @dataclass(slots=True)
@@ -40,29 +69,28 @@ class Slot:
     #: Begin of the group whose base the present stream has.
     base_index: int | None = None
     ended: bool = False
-    #: For how long the rank has waited for data since it joined, as it reports, seconds; and (time, seconds) of one or
-    #: two earlier reports, ``WAIT_SPAN_S`` apart.
+    #: For how long the rank has waited for data since it joined, as it reports, seconds.
     waited_s: float = 0.0
-    earlier_waits: tuple[tuple[float, float], ...] = ()
+    _lately: Waits = field(default_factory=lambda: Waits(WAIT_SPAN_S))
+    _longer: Waits = field(default_factory=lambda: Waits(LONG_SPAN_S))
 
     def note_wait(self, waited_s: float, now: float) -> None:
         """The rank reports for how long it has waited for data since it joined."""
         if self.waited_s < waited_s < math.inf:
             self.waited_s = waited_s
-        if not self.earlier_waits or now - self.earlier_waits[-1][0] >= WAIT_SPAN_S:
-            self.earlier_waits = (*self.earlier_waits[-1:], (now, self.waited_s))
+        for waits in (self._lately, self._longer):
+            waits.note(self.waited_s, now)
 
     @property
     def wait_share(self) -> float | None:
         """The part of its last half a minute that it waited for data (0 to 1); None where it has not reported twice."""
-        if (
-            not self.earlier_waits
-            or self.last_heard is None
-            or self.last_heard <= self.earlier_waits[0][0]
-        ):
-            return None
-        since, before_s = self.earlier_waits[0]
-        return min(1.0, (self.waited_s - before_s) / (self.last_heard - since))
+        lately = self._lately.until(self.waited_s, self.last_heard)
+        return lately and lately.share
+
+    @property
+    def long_wait(self) -> WaitShare | None:
+        """The same of its last ten minutes at most."""
+        return self._longer.until(self.waited_s, self.last_heard)
 
     @property
     def state(self) -> RankState:

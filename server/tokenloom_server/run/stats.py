@@ -31,6 +31,7 @@ from tokenloom_server.reports.stats import (
     RunStats,
     SourceStats,
 )
+from tokenloom_server.run.delivery import EndOfData
 from tokenloom_server.run.head import RecentCommit
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.past import Past
@@ -76,9 +77,7 @@ class StatsReader:
             (order := timeline.at(state.sample_index)).config,
             order.record.serving_engine,
         )
-        # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none.
-        if exhausted := end is not None and end.reason.startswith(ALL_EXHAUSTED):
-            state = _all_exhausted(state, config)
+        exhausted = end is not None and end.reason.startswith(ALL_EXHAUSTED)
         return RunStats(
             run=coordinator.name,
             stream=coordinator.stream,
@@ -98,11 +97,14 @@ class StatsReader:
             total_tokens=committed.total_tokens,
             real_tokens=state.real_tokens,
             skipped_tokens=sum(source.skipped_tokens for source in state.sources),
-            tokens_per_s=view.tokens_per_s,
+            tokens_per_s=view.tokens_per_s if end is None else 0.0,
+            window_samples=(committed.total_tokens - view.earlier_commit.total_tokens)
+            // config.sequence_length,
             window_fill=min(1.0, generation.held_steps / generation.window_micro_steps),
             waiting_for=view.waiting.waiting_for,
             waiting_reason=view.waiting.reason,
             data_wait_share=generation.data_wait_share,
+            straggler=generation.straggler if end is None else None,
             opening=view.opening,
             going_forward=self._past.way_forward,
             ended=end and end.reason,
@@ -119,9 +121,7 @@ class StatsReader:
             skips=timeline.skips,
             pin=view.pin.next_launch if view.pin is not None else None,
             reported=reported,
-            sources=self.sources(
-                committed, state, view.earlier_commit, over=generation.over, losses=losses
-            ),
+            sources=self.sources(committed, state, view.earlier_commit, end=end, losses=losses),
             readers=readers.stats(order.resources)
             if (readers := order.resources.readers) is not None
             else None,
@@ -145,11 +145,11 @@ class StatsReader:
         state: State,
         earlier: RecentCommit | None = None,
         *,
-        over: bool = False,
+        end: EndOfData | None = None,
         losses: Mapping[int, tuple[float, float]] = _NO_LOSSES,
     ) -> list[SourceStats]:
         """The sources' stats at a commit, of which ``state`` is the state. ``earlier``: where the window begins.
-        ``losses``, by source id: smoothed and last."""
+        ``end``: that of the data, where all of them are committed. ``losses``, by source id: smoothed and last."""
         order = self._coordinator.timeline.at(state.sample_index)
         specs, consumed = order.record.specs, order.config.consumed(state)
         expected = [
@@ -159,6 +159,10 @@ class StatsReader:
         if earlier is not None and earlier.total_tokens < committed.total_tokens:
             in_window = _shares(consumed, earlier.consumed)
         in_force = target_shares(order.config, state, order.record.size_estimates)
+        # A state knows a source as exhausted once a pick of it failed, and after the last sample there is none. Targets
+        # stay those of the last samples.
+        if end is not None and end.reason.startswith(ALL_EXHAUSTED):
+            state = _all_exhausted(state, order.config)
         shares = [
             *zip(in_force, _shares(expected, ()), _shares(consumed, ()), in_window, strict=True)
         ]
@@ -169,7 +173,7 @@ class StatsReader:
                 source,
                 committed.counters[specs[i]],
                 shares[i],
-                over,
+                end is not None,
                 losses.get(i, (None, None)),
             )
             for i, source in enumerate(state.sources)
@@ -201,7 +205,8 @@ class StatsReader:
             id=source,
             spec=order.record.specs[source],
             alias=config.name,
-            target_share=0.0 if state.exhausted else shares[0],
+            group=order.config.groups[source],
+            target_share=shares[0],
             expected_share=shares[1],
             actual_share=shares[2],
             window_share=shares[3],

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from tokenloom_server.errors import ConfigError, SourceError
-from tokenloom_server.sources.endings import codec_of
+from tokenloom_server.sources.files import codec_of
 from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File
 

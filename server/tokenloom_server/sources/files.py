@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -15,17 +17,33 @@ from typing import TypeVar
 import xxhash
 from tokenloom_proto.threads import pool
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError, TokenloomError, reason
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.storage import pointers
-from tokenloom_server.storage.file import File
-from tokenloom_server.storage.hub.files import is_hub
+from tokenloom_server.storage.file import File, LocalFile
+from tokenloom_server.storage.hub_repository import is_hub
 from tokenloom_server.storage.io_stats import IoStats
-from tokenloom_server.storage.local import LocalFile
-from tokenloom_server.storage.open import open_file
-from tokenloom_server.storage.remote import REMEDY, Entry, RemoteFile, stat
+from tokenloom_server.storage.remote import REMEDY, Entry, RemoteFile, open_file, stat
 from tokenloom_server.storage.urls import is_remote
+
+# Endings of file names: the kind of content, and after it the compression.
+
+
+#: The ending of each compression, and its name.
+CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+
+
+def codec_of(path: str) -> str | None:
+    """The compression of a file by its name; None where it has none."""
+    return CODECS.get("".join(path.lower().rpartition(".")[1:]))
+
+
+def ending_of(name: str) -> str:
+    """What the name of a file ends with: ``.jsonl``, or ``.jsonl.gz`` where it is compressed."""
+    path = Path(name)
+    return f"{Path(path.stem).suffix}{path.suffix}" if codec_of(name) is not None else path.suffix
+
 
 #: How much of a file's head, and of its end, goes into its fingerprint.
 FINGERPRINT_BYTES = 64 * 1024
@@ -306,3 +324,23 @@ def _written_since(shard: Shard, file: LocalFile, io_stats: IoStats) -> str | No
 def _is_hashed(shard: Shard) -> bool:
     """Whether the fingerprint is made of the file's content."""
     return shard.fingerprint.startswith(f"{HASH}:")
+
+
+def reported(
+    work: Callable[[_In], _Out], report: Callable[[int], None], interval_s: float
+) -> Callable[[_In], _Out]:
+    """The same work, to be done for many files in threads: ``report`` gets how many are done by now, after so many
+    seconds and again after each further."""
+    lock, done, next_report_s = threading.Lock(), 0, time.monotonic() + interval_s
+
+    def work_and_report(item: _In) -> _Out:
+        nonlocal done, next_report_s
+        result = work(item)
+        with lock:
+            done += 1
+            if time.monotonic() >= next_report_s:
+                next_report_s += interval_s
+                report(done)
+        return result
+
+    return work_and_report

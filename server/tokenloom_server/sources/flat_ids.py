@@ -10,8 +10,7 @@ import pyarrow as pa
 
 from tokenloom_server.errors import SourceError, reason
 from tokenloom_server.sources import arrays
-from tokenloom_server.storage.file import File
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import File, LocalFile
 
 
 def local(file: File) -> LocalFile:

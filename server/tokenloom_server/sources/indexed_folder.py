@@ -5,15 +5,17 @@ The index is a shard, too, the first and without rows, so that a manifest freeze
 
 from __future__ import annotations
 
+import json
+import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Shard, Source
@@ -22,8 +24,7 @@ from tokenloom_server.sources.scheme import ReadRequest, Scheme
 from tokenloom_server.storage import listing, pointers
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats
-from tokenloom_server.storage.open import open_file
-from tokenloom_server.storage.remote import Entry
+from tokenloom_server.storage.remote import Entry, open_file
 
 INDEX = "index.json"
 #: An index is read as a whole; it takes less than a KiB for each file.
@@ -156,3 +157,186 @@ class IndexedFolderScheme(Scheme):
             raise SourceError(
                 f"{file.name} is no index that {self.name} reads ({place}); write or copy it again"
             ) from None
+
+
+# What the ``index.json`` of Mosaic streaming says of the shards.
+
+
+#: Types of ids.
+MDS_ID_TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+#: Encodings of ids; after bytes, and where ndarray has no type of its own, the type is the spec's.
+MDS_IDS = re.compile(rf"(?:bytes|ndarray):({'|'.join(MDS_ID_TYPES)})(?::\d+)?")
+#: Compressions by their name in the index, and Arrow's name of them.
+MDS_CODECS = {"zstd": "zstd", "gz": "gzip", "bz2": "bz2", "br": "brotli"}
+
+#: Offsets within a shard are of 32 bits.
+_Count = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class FileInfo(BaseModel):
+    """One form of a shard."""
+
+    basename: str
+    bytes: _Count
+    hashes: Mapping[str, str]
+
+
+class MdsShard(BaseModel):
+    """A shard by the index."""
+
+    format: Literal["mds"]
+    version: Literal[2]
+    samples: _Count
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[_Count | None]
+    compression: str | None
+    raw_data: FileInfo
+    zip_data: FileInfo | None
+
+    @field_validator("compression")
+    @classmethod
+    def _known(cls, text: str | None) -> str | None:
+        if text is not None and text.partition(":")[0] not in MDS_CODECS:
+            raise ValueError(
+                f"{text!r} is not decompressed here; write it anew with one of {', '.join(MDS_CODECS)}, or none"
+            )
+        return text
+
+    @property
+    def forms(self) -> Iterator[ListedFile]:
+        """As it is, and compressed."""
+        for form in (self.raw_data, self.zip_data if self.compression else None):
+            if form is not None:
+                yield ListedFile(form.basename, self.samples, [form.bytes], self)
+
+
+class MdsIndex(Index):
+    """What ``MDSWriter`` writes beside the shards."""
+
+    shards: Annotated[list[MdsShard], Field(min_length=1)]
+
+    @property
+    def listed(self) -> Sequence[Sequence[ListedFile]]:
+        return [list(shard.forms) for shard in self.shards]
+
+    @property
+    def contents(self) -> Mapping[str, Content | None]:
+        columns = zip(self.shards[0].column_names, self.shards[0].column_encodings, strict=False)
+        return {
+            name: Content.TEXT
+            if encoding == "str"
+            else Content.IDS
+            if MDS_IDS.fullmatch(encoding)
+            else None
+            for name, encoding in columns
+        }
+
+
+# What the ``index.json`` of LitData says of the chunks.
+
+
+#: The field of samples that are one value each.
+ITEM = "item"
+#: Types of ids by how they are written and by their codes; what has one dimension has no header.
+_LITDATA_TYPES: Mapping[str, Sequence[str]] = {
+    "no_header_numpy": ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    "no_header_tensor": (
+        *[""] * 11,
+        "uint8",
+        "int8",
+        *["int16"] * 2,
+        *["int32"] * 2,
+        *["int64"] * 2,
+        "",
+        "uint16",
+    ),
+}
+
+#: As which booleans are written; as loss masks they are ids of a byte.
+BOOLEANS = ("no_header_tensor:19", "no_header_numpy:13")
+
+
+class LitdataChunk(BaseModel):
+    """A file; ``dim``: of a stream of ids, how many it has, unless its first sample is empty."""
+
+    filename: str
+    chunk_size: _Count
+    chunk_bytes: _Count
+    dim: _Count | None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many bytes its samples take with what stands before them; older versions wrote how many without."""
+        return self.chunk_bytes, self.chunk_bytes + 4 * (self.chunk_size + 2)
+
+
+class LitdataConfig(BaseModel):
+    """What all chunks have in common. ``fields``: how the values of a sample are written, by name; in the index, their
+    tree beside the list."""
+
+    data_format: list[str]
+    fields: Annotated[Sequence[str], Field(alias="data_spec")]
+    compression: Annotated[str, Field(pattern=r"^zstd(:\d+)?$")] | None
+    compression_level: Literal["batch", "chunk"] | None = None
+    encryption: None = None
+    item_loader: Literal["PyTreeLoader", "TokensLoader"] = "PyTreeLoader"
+
+    @field_validator("fields", mode="before")
+    @classmethod
+    def _names(cls, text: Any) -> Sequence[str]:
+        try:
+            return list(_leaves(json.loads(text)[1], ""))
+        except (TypeError, KeyError, IndexError, RecursionError) as error:
+            raise ValueError(f"it is no tree of fields ({type(error).__name__}: {error})") from None
+
+
+def _leaves(tree: Mapping[str, Any], name: str) -> Iterator[str]:
+    """The names of a tree's leaves: keys, joined by dots."""
+    children = tree["children_spec"]
+    if tree["type"] is None:
+        yield name or ITEM
+    keys = (
+        json.loads(tree["context"])
+        if str(tree["type"]).lower().endswith("dict")
+        else range(len(children))
+    )
+    for key, child in zip(keys, children, strict=True):
+        yield from _leaves(child, f"{name}.{key}" if name else str(key))
+
+
+def id_type(written: str) -> str:
+    """The type of ids that are written so; empty of what holds none."""
+    how, _, code = written.partition(":")
+    types = _LITDATA_TYPES.get(how, ())
+    return types[int(code)] if code.isdecimal() and int(code) < len(types) else ""
+
+
+class LitdataIndex(Index):
+    """What `optimize` writes beside the chunks."""
+
+    chunks: Annotated[list[LitdataChunk], Field(min_length=1)]
+    config: LitdataConfig
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether samples are parts of a stream of ids; older versions do not name the loader."""
+        return self.config.item_loader == "TokensLoader" or self.chunks[0].dim is not None
+
+    @property
+    def listed(self) -> Sequence[Sequence[ListedFile]]:
+        return [list(self._forms(chunk)) for chunk in self.chunks]
+
+    def _forms(self, chunk: LitdataChunk) -> Iterator[ListedFile]:
+        """As it is, and compressed as a whole, which has the codec in its name; LitData's reader replaces those."""
+        plain = chunk.filename.replace(f".{self.config.compression}.bin", ".bin")
+        yield ListedFile(plain, chunk.chunk_size, chunk.sizes, chunk)
+        if plain != chunk.filename:
+            yield ListedFile(chunk.filename, chunk.chunk_size, None, chunk)
+
+    @property
+    def contents(self) -> Mapping[str, Content | None]:
+        return {
+            name: Content.TEXT if kind == "str" else Content.IDS if id_type(kind) else None
+            for name, kind in zip(self.config.fields, self.config.data_format, strict=False)
+        }

@@ -20,13 +20,12 @@ from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import BadRow, Content, Rows, Shard
 from tokenloom_server.sources.compressed import Decompressed, text_stream
-from tokenloom_server.sources.endings import codec_of
+from tokenloom_server.sources.files import codec_of
 from tokenloom_server.sources.row_index import IndexedSource, RowEnds, RowIndex
 from tokenloom_server.sources.scheme import ReadRequest
 from tokenloom_server.sources.sharded import no_rows
 from tokenloom_server.storage.arrow_input import FileStream
-from tokenloom_server.storage.file import File, Range
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import File, LocalFile, Range
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.core.control_characters import escaped, refuse_control_characters
 from tokenloom_server.errors import SourceError, StorageError, reason
 from tokenloom_server.storage import listing

@@ -13,14 +13,13 @@ from typing import Any
 
 from tokenloom_proto.seal import canonical
 
-from tokenloom_server.config.catalog import SourceSchemes
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import SourceSchemes, Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
 from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.scheme import Plugin, scheme_of
-from tokenloom_server.storage.hub.files import HubPath, is_hub
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import LocalFile
+from tokenloom_server.storage.hub_repository import HubPath, is_hub
 from tokenloom_server.storage.remote import REMEDY, Entry
 from tokenloom_server.storage.urls import is_remote
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.config.row_rules import PLAIN, RowRules
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources.base import Content, Shard, Source
 from tokenloom_server.sources.scheme import ReadRequest, Scheme, scheme_of
 from tokenloom_server.storage.io_stats import IoStats
-from tokenloom_server.storage.open import open_file
+from tokenloom_server.storage.remote import open_file
 from tokenloom_server.storage.urls import is_remote
 
 

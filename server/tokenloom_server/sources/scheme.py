@@ -12,13 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.config.row_rules import PLAIN, RowRules
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.sources import locations
 from tokenloom_server.sources.base import Content, Shard, Source, TensorFile
-from tokenloom_server.sources.endings import CODECS, ending_of
-from tokenloom_server.sources.files import in_threads, open_shard, shard_at, shards_of
+from tokenloom_server.sources.files import (
+    CODECS,
+    ending_of,
+    in_threads,
+    open_shard,
+    shard_at,
+    shards_of,
+)
 from tokenloom_server.storage.file import File
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import Entry
@@ -259,3 +265,36 @@ def order_warning(spec: Spec, shards: Sequence[Shard]) -> str | None:
         f"source {str(spec)!r}: its {count} shards are read in file order; "
         "where documents should be mixed across files, set shuffle: rows (or shards) on the source"
     )
+
+
+# What schemes share whose files hold nothing but ids: the column need not be named.
+
+
+#: The column of sources that have nothing but ids.
+IDS = "ids"
+#: Types of ids in files that do not say it themselves.
+RAW_TYPES = ("uint16", "uint32", "int32")
+
+
+class IdScheme(Scheme):
+    """Mapped files of ids, whose one column is ``IDS``."""
+
+    has_columns = False
+    ends_documents = True
+    raw_types: ClassVar[tuple[str, ...]] = ()
+    """Those of ``RAW_TYPES`` that a spec may name instead of the column."""
+
+    def parse(self, text: str) -> tuple[str, str]:
+        """``LOCATION`` or ``LOCATION:COLUMN``; a colon before anything else is the location's."""
+        location, colon, column = text.rpartition(":")
+        if not colon or column not in (IDS, *self.raw_types):
+            location, column = text, IDS
+        if not location:
+            raise ConfigError(f"expected {self.usage}, with no part empty")
+        return location, column
+
+    def write(self, location: str, column: str) -> str:
+        return location if column == IDS else f"{location}:{column}"
+
+    def columns(self, file: File, path: str) -> Mapping[str, Content | None]:
+        return {IDS: Content.IDS}

@@ -82,7 +82,9 @@ class Selection:
         self._json |= {*rules.text_columns} if rules.as_json else set()
         for name in rules.text_columns:
             kind = columns.plain_kind(by_name[name].kind)
-            other = columns.is_any_list(kind) if rules.as_json else pa.types.is_integer(kind)
+            other = (rules.as_json and columns.is_any_list(kind)) or (
+                (rules.quoted or not rules.as_json) and pa.types.is_integer(kind)
+            )
             if not (
                 arrays.is_text(kind) or columns.is_json(kind) or pa.types.is_null(kind) or other
             ):
@@ -179,8 +181,10 @@ class Selection:
         faults: dict[str, Sequence[BadRow]] = {}
         for name, array in by_name.items():
             plain[name], faults[name] = _decoded(array, first_row, where, damaged[name])
-            if name in self._json and not columns.is_text(plain[name]):
-                plain[name], no_json = _as_json(plain[name], name, first_row, where)
+            if name in self._json and (self.rules.quoted or not columns.is_text(plain[name])):
+                plain[name], no_json = _as_json(
+                    plain[name], name, first_row, where, quoted=self.rules.quoted
+                )
                 faults[name] = [*faults[name], *no_json]
         faults[self.column] = [*known, *faults[self.column]]
         passing = self.passing(plain)
@@ -219,7 +223,8 @@ class Selection:
         template, own = self.rules.template, by_name[self.column]
         if template is None:
             return own
-        joined = _joined(template, [_as_text(by_name[name]) for name in template.columns])
+        values = [_as_text(by_name[name]) for name in template.columns]
+        joined = _joined(template, values, "null" if self.rules.quoted else "")
         return arrays.blanked(joined, arrays.flags(own.is_valid())) if own.null_count else joined
 
 
@@ -231,13 +236,13 @@ def _decoded(
     return columns.decoded(array, first_row, where, damaged=damaged)
 
 
-def _joined(template: Template, values: Sequence[Any]) -> pa.Array:
+def _joined(template: Template, values: Sequence[Any], null: str) -> pa.Array:
     parts: list[Any] = []
     literals = arrays.strings(list(template.texts))
     for i, array in enumerate(values):
         parts += [literals[i], array]
     parts += [literals[len(values)], arrays.strings([""])[0]]
-    options = pc.JoinOptions(null_handling="replace", null_replacement="")
+    options = pc.JoinOptions(null_handling="replace", null_replacement=null)
     return pc.call_function("binary_join_element_wise", parts, options)
 
 
@@ -246,14 +251,14 @@ def _as_text(array: pa.Array) -> pa.Array:
 
 
 def _as_json(
-    array: pa.Array, name: str, first_row: int, where: str
+    array: pa.Array, name: str, first_row: int, where: str, *, quoted: bool
 ) -> tuple[pa.Array, list[BadRow]]:
     """Values as JSON, and those that are none, for there is text in them that should be some."""
     values, bad, read = array.to_pylist(), [], _json_reader(array.type)
     texts = [""] * len(values)
     for i, value in enumerate(values):
         try:
-            text = json_text(read(value))
+            text = json_text(read(value), quoted=quoted)
             text.encode()  # no half of a surrogate pair
             texts[i] = text
         except (ValueError, RecursionError) as error:
@@ -284,9 +289,12 @@ def _same(value: Any) -> Any:
     return value
 
 
-def json_text(value: Any) -> str:
-    """A value as its JSON; a text is taken to be some. What JSON does not know, such as a date, becomes text."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+def json_text(value: Any, *, quoted: bool) -> str:
+    """A value as its JSON; a text is taken to be some, unless ``quoted``. What JSON does not know, such as a date,
+    becomes text."""
+    if isinstance(value, str) and not quoted:
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _folder_passes(comparison: Comparison, value: str | None, where: str) -> bool:

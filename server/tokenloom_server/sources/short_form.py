@@ -20,15 +20,15 @@ import yaml
 from tokenloom_proto.files import resolved
 
 from tokenloom_server.config.batching import ALL_COLUMNS
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.config.spec import Spec
 from tokenloom_server.errors import ConfigError, SourceError, StorageError, reason
 from tokenloom_server.sources.catalog import SourceCatalog
-from tokenloom_server.sources.endings import ending_of
+from tokenloom_server.sources.files import ending_of
 from tokenloom_server.sources.locations import matching_entries
 from tokenloom_server.sources.open import columns_of
 from tokenloom_server.sources.scheme import Scheme, scheme_of
-from tokenloom_server.storage.hub.files import is_hub
+from tokenloom_server.storage.hub_repository import is_hub
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe
 

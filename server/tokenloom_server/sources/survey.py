@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from posixpath import basename, commonpath, commonprefix, dirname, join
 
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import ConfigError, SourceError, reason
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.catalog import SourceCatalog
-from tokenloom_server.sources.endings import codec_of
-from tokenloom_server.sources.files import gap_warning, shards_of
+from tokenloom_server.sources.files import codec_of, gap_warning, shards_of
 from tokenloom_server.sources.locations import is_named
 from tokenloom_server.sources.open import columns_of
 from tokenloom_server.sources.scheme import Scheme

@@ -7,8 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tokenloom_server.storage.file import File
-from tokenloom_server.storage.local import LocalFile
+from tokenloom_server.storage.file import File, LocalFile
 
 
 def for_arrow(file: File) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.storage.local import replaced
+from tokenloom_server.storage.file import replaced
 
 _log = logging.getLogger(__name__)
 

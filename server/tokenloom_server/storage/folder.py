@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenloom_server.errors import ConfigError, TokenloomError
-from tokenloom_server.storage.drafts import draft_of, publish
+from tokenloom_server.storage.file import draft_of, publish
 from tokenloom_server.storage.remote import entry_of, filesystem
 from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe, root
 

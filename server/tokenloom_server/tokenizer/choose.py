@@ -60,21 +60,23 @@ def choose_engine(
     sample_rows: Sequence[pa.Array],
     *,
     cpu_clock_s: Callable[[], float],
+    needs_offsets: bool = False,
 ) -> EngineChoice:
     """gigatoken where it equals tokenizers on a sample, else tokenizers.
 
     ``sample_rows`` are (large_)string columns of real rows; as much as ``SAMPLE_BYTES`` of them is
     read, evenly. Every added token, alone and inside text, is compared as well. ``cpu_clock_s`` gives the
-    CPU time of this thread (``time.thread_time``); it is for the cost alone and decides nothing.
+    CPU time of this thread (``time.thread_time``); it is for the cost alone and decides nothing. ``needs_offsets``:
+    tokenizers, since a part of some texts counts for the loss.
     """
     if definition.is_bytes:
         record = EngineRecord(definition.digest, BytesEngine.name, BytesEngine.version)
         return EngineChoice(record, "bytes need no tokeniser")
     reference = TokenizersEngine(definition, special_tokens_in_text)
-    if definition.chat_template is not None:
-        # What the assistant's tokens are takes offsets, which the other engine does not give.
+    if needs_offsets or definition.chat_template is not None:
+        # Which tokens are of a part of a text takes offsets, which the other engine does not give.
         record = EngineRecord(definition.digest, reference.name, reference.version)
-        return EngineChoice(record, "its offsets say which tokens of a chat are the assistant's")
+        return EngineChoice(record, "its offsets say which tokens of a row count for the loss")
     rows = _sample(sample_rows)
     # The first rows warm both engines, the second half of the sample is timed.
     parts = [

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tokenloom_server.storage.local import replaced
+from tokenloom_server.storage.file import replaced
 
 _log = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from tokenloom_server.core.state import ChildState
-from tokenloom_server.mixing.catalog import policies
-from tokenloom_server.mixing.policy import Children, NodeShape, NodeStart, Policy
-from tokenloom_server.mixing.weights import integer_weights
+from tokenloom_server.mixing.policies import policies
+from tokenloom_server.mixing.policy import Children, NodeShape, NodeStart, Policy, integer_weights
 
 from tokenloom_tools.checkpoint.content import Child, Content, Node
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenloom_tools.cli import (
     checkpoint,
     demo,
+    examples,
     foreign,
     fork,
     init,
@@ -43,6 +44,7 @@ add_command(app, checkpoint.checkpoint)
 add_command(app, foreign.import_seen, "import")
 add_command(app, schema.schema)
 add_command(app, demo.demo)
+add_command(app, examples.examples)
 app.add_typer(mixture.app)
 app.add_typer(ledger.app)
 app.add_typer(token.app)

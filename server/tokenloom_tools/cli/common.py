@@ -105,7 +105,7 @@ class JsonFormatter(LineFormatter):
         return json.dumps(document)
 
 
-#: Of these loggers of this package, a message that begins with ``%s: `` begins with the run's name.
+#: Of these loggers of the service, a message that begins with ``%s: `` begins with the run's name.
 RUN_LOGS = (
     "run.",
     "replay.",

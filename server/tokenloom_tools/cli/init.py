@@ -33,8 +33,13 @@ COLUMNS = (
     *("text", "content", "document", "body", "raw_content"),
     *("input_ids", "ids", "tokens", "token_ids"),
 )
-#: The column of conversations, which the tokeniser's chat template makes text.
-CONVERSATIONS = "messages"
+#: Columns of conversations, of which the last is the source's own, with what the mixture file says of them.
+CHATS: Mapping[tuple[str, ...], str] = {
+    ("messages",): "messages",
+    ("conversations",): "sharegpt",
+    ("instruction", "input", "output"): "alpaca",
+    ("prompt", "completion"): "prompt_completion",
+}
 #: Tokens per sample, unless the data are too few.
 SEQUENCE_LENGTH = 2048
 #: Samples that the smallest source has at least, at a byte for each token.
@@ -101,7 +106,7 @@ class _Answers:
                 "such as gpt2, or bytes",
             ),
             "sequence_length": self.sequence_length or int(_ask("Tokens per sample", length)),
-            **({"packing": "best_fit"} if any(map(_is_chat, sources.values())) else {}),
+            **({"packing": "best_fit"} if any(map(_answers, sources.values())) else {}),
         }
 
     @property
@@ -129,12 +134,9 @@ class _Answers:
 
     def column_of(self, candidate: Candidate, alias: str) -> str:
         """Which column of a source is read. Raises ``ConfigError`` where that does not show."""
-        if (
-            not self.is_named(alias)
-            and _has_chats(candidate)
-            and not {*COLUMNS} & {*candidate.columns}
-        ):
-            return CONVERSATIONS
+        chats = [columns[-1] for columns in CHATS if _answers(candidate.with_column(columns[-1]))]
+        if chats and not self.is_named(alias) and not {*COLUMNS} & {*candidate.columns}:
+            return chats[0]
         readable = [name for name, content in candidate.columns.items() if content is not None]
         usual = [name for name in COLUMNS if name in readable] or readable
         column = self.named.get(alias, self.named.get("", usual[0] if len(usual) == 1 else ""))
@@ -176,7 +178,7 @@ def init(
     from tokenloom_server.catalog import environment_catalog
     from tokenloom_server.config import mixture_file as config
     from tokenloom_server.sources.catalog import sources_of
-    from tokenloom_server.storage.drafts import write_whole
+    from tokenloom_server.storage.file import write_whole
     from tokenloom_server.tokenizer.files import tokenizer_files
 
     schema, schema_content = output.with_name(SCHEMA_FILE), schema_text() + "\n"
@@ -335,15 +337,20 @@ def _contents(candidate: Candidate, alias: str, measured: Measured | None) -> st
     return f"{files}, about {documents:,} documents of {max(1, round(tokens / documents)):,} tokens, {tokens:,} in all"
 
 
-def _has_chats(candidate: Candidate) -> bool:
-    """Whether there is a column of conversations, which is no text."""
+def _answers(candidate: Candidate) -> Mapping[str, str]:
+    """What the mixture file says of the rows of a source of conversations, or of prompts and completions."""
     from tokenloom_server.sources.base import Content
 
-    return candidate.columns.get(CONVERSATIONS, Content.TEXT) is None
-
-
-def _is_chat(candidate: Candidate) -> bool:
-    return candidate.spec.column == CONVERSATIONS and _has_chats(candidate)
+    for columns, chat_format in CHATS.items():
+        if columns[-1] != candidate.spec.column or not {*columns} <= {*candidate.columns}:
+            continue
+        are_texts = [candidate.columns[name] is Content.TEXT for name in columns]
+        if chat_format == "prompt_completion" and all(are_texts):
+            return {"template": "{prompt}{completion}", "loss_on": "completion"}
+        if are_texts == [chat_format == "alpaca"] * len(columns):
+            named = {} if chat_format == "messages" else {"chat_format": chat_format}
+            return {"template": "chat", **named, "loss_on": "answers"}
+    return {}
 
 
 def _row_note(candidate: Candidate) -> str:
@@ -374,7 +381,7 @@ def _mixture_text(
 ) -> str:
     """The mixture file. Weights are the sources' parts of all tokens, or where these are not known of all bytes. JSON's
     texts and numbers are YAML's."""
-    from tokenloom_server.sources.endings import codec_of
+    from tokenloom_server.sources.files import codec_of
 
     if measured is None:
         sizes = {alias: source.size for alias, source in sources.items()}
@@ -404,7 +411,7 @@ def _mixture_text(
             f"    - source: {json.dumps(str(source.spec), ensure_ascii=False)}",
             f"      alias: {json.dumps(alias, ensure_ascii=False)}",
             f"      weight: {max(sizes[alias] / total, 0.001):.3g}",
-            *["      template: chat  # the tokeniser's own"] * _is_chat(source),
+            *(f"      {name}: {json.dumps(value)}" for name, value in _answers(source).items()),
             "      epochs: 1  # read once; .inf: again and again",
             f"      shuffle: {'rows' if codec_of(source.spec.location) is None else 'shards'}",
         ]

@@ -74,14 +74,14 @@ def runs(
 
 
 def _list(server: Remote, as_json: bool) -> None:
+    from tokenloom_tools.reports.stats_text import line_of
+
     listed = server.list_runs()
     if as_json:
         print_json(listed.model_dump())
         return
     for stats in server.stats():
-        waits = f"waits for {stats.waiting_for}" if stats.waiting_for else "trains"
-        state = stats.error or stats.ended or waits
-        say(f"{stats.run}: sample {stats.sample_index:,}, {stats.total_tokens:,} tokens; {state}")
+        say(line_of(stats))
     for broken in listed.broken:
         state = (
             "served as it was; its mixture file was not taken" if broken.served else "not served"

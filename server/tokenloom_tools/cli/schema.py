@@ -10,7 +10,7 @@ from tokenloom_tools.cli.common import print_document
 def schema_text() -> str:
     """The JSON Schema of the mixture file, with the plugins that the environment allows."""
     from tokenloom_server.catalog import environment_catalog
-    from tokenloom_server.config.json_schema import mixture_schema
+    from tokenloom_server.config.mixture_file import mixture_schema
 
     return json.dumps(mixture_schema(environment_catalog()), indent=1)
 

@@ -6,23 +6,31 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_tools.cli.common import console, print_json
+from tokenloom_tools.cli.common import console, print_json, say
 from tokenloom_tools.cli.options import ReadAccess, Url
 
 
 def stats(
     url: Url,
+    every_source: Annotated[
+        bool, typer.Option("--all", help="Show each source also where there are many.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the documents as JSON, one a line.")
     ] = False,
     *,
     access: ReadAccess,
 ) -> None:
-    """Show the mix of a running server, or of one run of it: shares, rows, tokens, epochs, ranks."""
-    from tokenloom_tools.reports.stats_text import print_stats
+    """Show the mix of a run: shares, rows, tokens, epochs, ranks; of a server with several runs a line for each."""
+    from tokenloom_tools.reports.stats_text import line_of, print_stats
 
-    for document in access.connect(url).stats():
+    documents = access.connect(url).stats()
+    for document in documents:
         if as_json:
             print_json(document.model_dump())
+        elif len(documents) > 1:
+            say(line_of(document))
         else:
-            print_stats(console(), document)
+            print_stats(console(), document, every_source=every_source)
+    if len(documents) > 1 and not as_json:
+        say(f"{url}/RUN shows one of them")

@@ -152,7 +152,7 @@ def _compare_all(out: Console, manifest: Manifest, base_dir: Path, *, record: bo
     is one, and ``ConfigError`` where nothing is recorded."""
     import json
 
-    from tokenloom_server.storage.drafts import checksum, write_whole
+    from tokenloom_server.storage.file import checksum, write_whole
     from tokenloom_server.storage.urls import is_remote
 
     from tokenloom_tools.cli.progress import Progress

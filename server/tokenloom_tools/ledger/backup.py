@@ -20,7 +20,7 @@ from tokenloom_server.ledger import refusals
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Import
 from tokenloom_server.ledger.records import RunContents, date_of
-from tokenloom_server.storage.drafts import draft_of, publish
+from tokenloom_server.storage.file import draft_of, publish
 
 #: What the first line says.
 FORMAT, VERSION = "tokenloom ledger backup", 2

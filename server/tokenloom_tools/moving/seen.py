@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from tokenloom_proto.files import read_file
-from tokenloom_server.config.spec import Spec
+from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.storage import pointers
 

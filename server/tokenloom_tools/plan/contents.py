@@ -8,7 +8,7 @@ from itertools import islice
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.columns import byte_sizes
-from tokenloom_server.sources.txt.scheme import COLUMN, FILE, PARAGRAPH, TxtScheme
+from tokenloom_server.sources.schemes import FILE, PARAGRAPH, TEXT_COLUMN, TxtScheme
 
 #: Of plain text, how many files are looked at, and how many bytes of each.
 FILES, HEAD_BYTES = 8, 1 << 18
@@ -21,7 +21,7 @@ DOCUMENT_BYTES = 64 << 20
 def rows_of_text(factory: PipelineFactory) -> Iterator[tuple[str, str]]:
     """The alias of each source of plain text, which is read by lines, and the column that makes documents its rows."""
     for source in factory.config.sources:
-        if isinstance(source.spec.scheme, TxtScheme) and source.spec.column == COLUMN:
+        if isinstance(source.spec.scheme, TxtScheme) and source.spec.column == TEXT_COLUMN:
             yield source.name, _row_of(factory.readers.open(source.id))
 
 
@@ -39,7 +39,7 @@ def _row_of(reader: Source) -> str:
         size += read
     has_paragraphs = blank * 100 >= lines
     if not has_paragraphs and size >= LONG_LINE_BYTES * lines:
-        return COLUMN
+        return TEXT_COLUMN
     if len(sizes) > 1 and max(sizes.values()) <= DOCUMENT_BYTES:
         return FILE
-    return PARAGRAPH if has_paragraphs else COLUMN
+    return PARAGRAPH if has_paragraphs else TEXT_COLUMN

@@ -218,14 +218,17 @@ def make_shard(description: str, task: str = "", number: int = 0, apart: bool = 
     First it compares what is on this node with what the driver has: versions, tokeniser, functions, the folder to write
     into, and the task's files. Without a task it does nothing else, with the first file of each source.
     """
-    lines, logger = LoggedLines(), logging.getLogger("tokenloom_server")
-    logger.addHandler(lines)
+    lines = LoggedLines()
+    loggers = [logging.getLogger(name) for name in ("tokenloom_server", "tokenloom_tools")]
+    for logger in loggers:
+        logger.addHandler(lines)
     try:
         answer = _made(_worker(description), task, number, apart)
     except (TokenloomError, OSError) as error:
         answer = {"error": getattr(error, "name", "ConfigError"), "message": named_by_node(error)}
     finally:
-        logger.removeHandler(lines)
+        for logger in loggers:
+            logger.removeHandler(lines)
     return json.dumps({**answer, "log": lines.lines()})
 
 

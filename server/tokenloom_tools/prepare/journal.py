@@ -17,10 +17,10 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from tokenloom_server.config.differences import changes, shown
+from tokenloom_server.config.order_fields import changes, shown
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources.files import in_threads
-from tokenloom_server.storage.drafts import checksum
+from tokenloom_server.storage.file import checksum
 from tokenloom_server.storage.folder import Folder
 
 from tokenloom_tools.prepare.job import Job, Task

@@ -20,7 +20,7 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.tokenized_rows import BAD, TokenizedRows
 from tokenloom_server.sources import short_form
 from tokenloom_server.sources.base import Content
-from tokenloom_server.storage.drafts import checksum
+from tokenloom_server.storage.file import checksum
 from tokenloom_server.storage.folder import Folder
 from tokenloom_server.tokenizer.files import BYTES_TOKENIZER, FILES, TOKENIZER_FILE, tokenizer_file
 from tokenloom_server.workers.processes import Transform

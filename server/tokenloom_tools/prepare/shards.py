@@ -12,7 +12,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import arrays
-from tokenloom_server.sources.arrow.headers import BLOCK_ROWS
+from tokenloom_server.sources.arrow import BLOCK_ROWS
 
 ShardFormat = Literal["arrow", "parquet"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenloom_server.config.described import Document
+from tokenloom_server.config.base import Document
 from tokenloom_server.reports.document import RunDocument
 from tokenloom_server.reports.stats import RevisionInfo
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from tokenloom_server.config.described import Document
+from tokenloom_server.config.base import Document
 
 #: ``committed``: the run's present line has it, and the ledger counts it. ``produced``: made, and perhaps sent, but
 #: not committed yet. ``rewound``: of a generation that a later one took back.

@@ -47,6 +47,7 @@ def training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
         audit.changed(
             served,
             f"opened {opened} (before: generation {before.number} with {len(before.ranks)} ranks)",
+            "launch",
         )
     return _response(
         served.coordinator,

@@ -45,8 +45,10 @@ export class Chart {
 }
 
 // Texts grow with those of the page, which are larger on a wall.
+export const textScale = () => parseFloat(getComputedStyle(document.body).fontSize) / 15;
+
 export function axis({ size, space = 50, ...options }) {
-  const scale = parseFloat(getComputedStyle(document.body).fontSize) / 15;
+  const scale = textScale();
   return {
     stroke: () => colour("muted"),
     font: `${12 * scale}px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif`,

@@ -8,9 +8,9 @@ import { View, keep } from "./view.js";
 
 const MORE = 100; // events that are shown at once
 
-const TITLES = { failover: "fail-over", bad_rows: "bad rows" };
-const title = (kind) => TITLES[kind] ?? kind;
-const STATES = { error: "bad", bad_rows: "warn", rewind: "warn", failover: "warn", revision: "good", end: "wait" };
+const TITLES = { failover: "fail-over", bad_rows: "bad rows", exhausted: "source ran out" };
+export const title = (kind) => TITLES[kind] ?? kind;
+const STATES = { error: "bad", bad_rows: "warn", rewind: "warn", failover: "warn", rank: "warn", straggler: "warn", revision: "good", end: "wait" };
 
 export class EventsTab extends View {
   constructor(run, root) {

@@ -23,7 +23,7 @@ export class LossChart {
     const byId = new Map(curves.sources.map((source) => [source.id, source]));
     const shown = order.map((id) => byId.get(id)).filter((source) => source && hasLoss(source)).slice(0, COLOURS);
     const points = shownPoints(curves, false);
-    this.view.slot("losses").hidden = !shown.length || points.length < 2;
+    this.view.slot("losses").hidden = !shown.length || points.length < 2; // a curve needs two
     if (this.view.slot("losses").hidden) return;
     const column = (values) => points.map((at) => values[at]);
     this.lines = [{ id: -1, alias: "all sources", values: column(curves.loss) }, ...shown.map(({ id, alias, loss: own }) => ({ id, alias, values: column(own) }))];
@@ -71,9 +71,9 @@ export class LossChart {
   }
 }
 
-// A curve in a box of 72 × 22: over tokens, between the least and the greatest of its values. `points`: those that
-// were not taken back.
-export function smallCurve(curves, points, values) {
+// A curve in a box of 72 × 22: over tokens, between the least and the greatest of its values, or from `least` on.
+// `points`: those that were not taken back.
+export function smallCurve(curves, points, values, least = Infinity) {
   const all = points.filter((at) => values[at] !== null);
   if (all.length < 2) return "";
   const step = Math.max(1, (all.length - 1) / (CURVE_POINTS - 1));
@@ -81,7 +81,7 @@ export function smallCurve(curves, points, values) {
   const x = curves.total_tokens;
   const [left, right] = [x[known[0]], x[known.at(-1)]];
   const shown = known.map((at) => values[at]);
-  const [low, high] = [Math.min(...shown), Math.max(...shown)];
+  const [low, high] = [Math.min(least, ...shown), Math.max(...shown)];
   const down = (value) => (high > low ? 2 + ((high - value) / (high - low)) * 18 : 11);
   return known.map((at) => `${(((x[at] - left) / (right - left || 1)) * 72).toFixed(1)},${down(values[at]).toFixed(1)}`).join(" ");
 }

@@ -1,7 +1,9 @@
 // The list of runs: what each is doing, and what is wrong, from one answer for all.
 
 import { ask } from "./ask.js";
-import { dash, escaped, grouped, lasting } from "./numbers.js";
+import { title } from "./events.js";
+import { smallCurve } from "./loss_chart.js";
+import { dash, escaped, grouped, lasting, moment, points } from "./numbers.js";
 import { href } from "./route.js";
 import { example, stateOf, wrongOf } from "./state.js";
 import { View, keep } from "./view.js";
@@ -48,8 +50,24 @@ function showRow(view, { name, state, words, wrong, run }) {
   view.text("wrong", wrong);
   view.number("total_tokens", run && run.total_tokens);
   view.number("tokens_per_s", run && Math.round(run.tokens_per_s));
-  view.text("seconds_left", run && state !== "bad" && run.seconds_left !== null ? lasting(run.seconds_left) : dash);
+  view.attribute("line", "points", run ? curveOf(run.rates) : "");
+  showEnd(view, state === "bad" ? null : (run?.seconds_left ?? null));
+  view.text("deviation", run?.deviation ? `${run.deviation.alias} ${points(run.deviation.share)}` : dash);
+  const last = run?.last_event;
+  view.text("event", last ? `${title(last.kind)}, ${moment(last.time)}` : "", last?.text ?? "");
+  view.attribute("events", "href", href(name, "events"));
+  view.hide("events", !last);
   view.text("ranks", run?.world_size ? `${grouped(run.ranks_connected)} of ${grouped(run.world_size)}` : dash);
+}
+
+function curveOf(rates) {
+  const places = rates.map((_, at) => at);
+  return smallCurve({ total_tokens: places }, places, rates, 0);
+}
+
+function showEnd(view, seconds) {
+  const known = seconds !== null;
+  view.text("seconds_left", known ? lasting(seconds) : dash, known ? `about ${moment(Date.now() / 1000 + seconds)}` : "not known");
 }
 
 // In place of a run: there is none, or none of this name.

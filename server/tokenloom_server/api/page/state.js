@@ -17,14 +17,26 @@ export function stateOf(run, connected, away) {
   if (away > 0) return ["warn", `${connected} of ${run.world_size} ranks connected`];
   if (run.waiting_reason === "storage") return ["warn", "Waiting for storage"];
   if (run.waiting_reason === "readers") return ["warn", "Waiting for readers"];
+  if (run.straggler) return ["warn", `${ranksText(run.straggler.ranks, "holds", "hold")} the others up`];
   if (run.data_wait_share >= SLOW_DATA_SHARE) return ["warn", "The data is slow"];
   return ["good", "Running"];
 }
 
-// Whether training or the data sets the pace, and what is waited for.
+const NAMED = 8; // ranks
+
+function ranksText(ranks, verb, plural) {
+  const more = ranks.length > NAMED ? ` and ${grouped(ranks.length - NAMED)} more` : "";
+  const named = ranks.slice(0, NAMED).join(", ") + more;
+  return ranks.length > 1 ? `Ranks ${named} ${plural}` : `Rank ${named} ${verb}`;
+}
+
+// Whether training or the data sets the pace, or a rank does, and what is waited for.
 export function paceNote(run) {
   const parts = [];
-  if (run.data_wait_share !== null) {
+  if (run.straggler) {
+    const { ranks, waited_share: share, seconds } = run.straggler;
+    parts.push(`${ranksText(ranks, "holds", "hold")} the others up: they waited ${Math.round(share * 100)}\u00a0% of the last ${Math.round(seconds / 60)}\u00a0minutes`);
+  } else if (run.data_wait_share !== null) {
     const pace = run.data_wait_share >= SLOW_DATA_SHARE ? "the data sets the pace" : "training sets the pace";
     parts.push(`${pace}: ranks waited for data ${Math.round(run.data_wait_share * 100)}\u00a0% of the last half a minute`);
   }
@@ -57,7 +69,6 @@ export function pinNote(pin) {
 export function wrongOf(run) {
   if (run.error) return run.error;
   if (!run.ledger.available) return `The ledger is away: ${run.ledger.error ?? "no reason known"}`;
-  if (run.ended) return `The data has ended: ${run.ended}`;
   if (run.warning) return run.warning;
   return run.generation > 0 && stateOf(run, run.ranks_connected, run.ranks_away)[0] === "warn" ? paceNote(run) : "";
 }

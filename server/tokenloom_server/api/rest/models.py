@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import Path
 from pydantic import ConfigDict, Field
 
-from tokenloom_server.config.described import Described
+from tokenloom_server.config.base import Described
 from tokenloom_server.core.state import MAX_COUNTER
 
 

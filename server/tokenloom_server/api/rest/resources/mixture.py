@@ -68,7 +68,7 @@ def revise(
     served = backend.runs.get(run)
     revision = served.mixture.revise(change)
     if not change.dry_run:
-        audit.changed(served, f"revision {audit.revision_text(revision)}")
+        audit.changed(served, f"revision {audit.revision_text(revision)}", "revision")
     return revision
 
 
@@ -85,5 +85,6 @@ def drop_revisions(
     """Take back a revision, and all after it, before production reaches them."""
     served = backend.runs.get(run)
     dropped = served.mixture.drop(number)
-    audit.changed(served, f"took back revision {', '.join(map(audit.revision_text, dropped))}")
+    revisions = ", ".join(map(audit.revision_text, dropped))
+    audit.changed(served, f"took back revision {revisions}", "revision")
     return dropped

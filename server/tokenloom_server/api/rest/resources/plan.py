@@ -11,7 +11,7 @@ from fastapi import Body, Query
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.models import RunName
 from tokenloom_server.api.rest.routes import MAX_PLANS, AppBackend, Backend, Routes
-from tokenloom_server.config.described import Document
+from tokenloom_server.config.base import Document
 from tokenloom_server.config.mixture_change import MixtureChange, PlannedChange
 from tokenloom_server.core.amounts import parse_amount
 from tokenloom_server.errors import LimitExceeded

@@ -89,7 +89,8 @@ def read_summaries(backend: AppBackend) -> Summaries:
     summaries, unread = [], {}
     for name in backend.runs.names():
         try:
-            summaries.append(RunSummary.of_stats(backend.runs.get(name).stats.read()))
+            run = backend.runs.get(name)
+            summaries.append(RunSummary.of_stats(run.stats.read(), *run.recorder.recent))
         except TokenloomError as error:
             unread[name] = str(error)
     return Summaries(runs=summaries, unread=unread)

@@ -33,7 +33,7 @@ from tokenloom_server.order.readers_stats import ReadersStats
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import RunResources
 from tokenloom_server.sources.base import Content, Source
-from tokenloom_server.sources.endings import codec_of
+from tokenloom_server.sources.files import codec_of
 from tokenloom_server.storage.io_stats import Wait
 from tokenloom_server.workers.cluster.connection import Needs
 from tokenloom_server.workers.cluster.description import describe, verify_file

@@ -1,1 +1,0 @@
-"""Losses of single tokens, and their means by source over all ranks."""

@@ -1,1 +1,0 @@
-"""Datasets on the Hugging Face Hub."""

@@ -1,1 +1,0 @@
-"""The optimised chunks of LitData."""

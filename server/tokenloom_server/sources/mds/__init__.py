@@ -1,1 +1,0 @@
-"""The shards of Mosaic streaming."""

@@ -1,1 +1,0 @@
-"""Indexed datasets of Megatron-LM."""

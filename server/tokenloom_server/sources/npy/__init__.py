@@ -1,1 +1,0 @@
-"""Flat arrays of ids."""

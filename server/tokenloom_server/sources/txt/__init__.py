@@ -1,1 +1,0 @@
-"""Plain text, a row per line."""
