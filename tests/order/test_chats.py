@@ -163,7 +163,7 @@ def _arrow(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
 
 def _datasets(folder: Path, rows: Sequence[dict[str, Any]], *, kind: Any) -> str:
     """As `datasets` 5 stores what has no one type: as JSON."""
-    features = datasets.Features(dict.fromkeys(("messages", "tools"), kind))
+    features = datasets.Features(dict.fromkeys(rows[0], kind))
     datasets.Dataset.from_list(list(rows), features).save_to_disk(folder / "chats")
     return "arrow:chats:messages"
 
@@ -458,7 +458,10 @@ FORMATS: dict[str, tuple[str, list[dict[str, Any]], list[tuple[list[dict[str, An
 }
 
 
-@pytest.mark.parametrize(("write", "loss_on"), [(_jsonl, None), (_parquet, "answers")])
+@pytest.mark.parametrize(
+    ("write", "loss_on"),
+    [(_jsonl, None), (_parquet, "answers"), (WRITERS["JSON by datasets"], "answers")],
+)
 @pytest.mark.parametrize("chat_format", FORMATS)
 def test_conversations_are_read_in_the_format_that_the_source_names(
     tmp_path: Path,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from support.corpora import mixture, numbers
 from support.sources import write_table
@@ -66,7 +67,38 @@ def write_golden_rows(folder: Path) -> Path:
     _write_ids(folder / "data")
     _write_texts(folder / "data")
     _write_json_and_nulls(folder / "data")
+    _write_formats(folder)
     return folder
+
+
+def _write_formats(folder: Path) -> None:
+    """Conversations in other formats, and a tokeniser's folder whose chat template has no blocks."""
+    plain = shutil.copytree(_TOKENIZER, folder / "without blocks") / "chat_template.jinja"
+    template = plain.read_text(encoding="utf-8").replace("{%- generation %}", "")
+    asks = "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
+    plain.write_text(
+        template.replace("{%- endgeneration %}", "").replace("{{- eos_token }}", asks),
+        encoding="utf-8",
+    )
+    chats = [_chat(6, 400 + i) for i in range(16)]
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [
+        [{"from": names.get(one["role"], "system"), "value": one["content"]} for one in chat]
+        for chat in chats
+    ]
+    _write_lines(folder / "data/turns.jsonl", [json.dumps({"said": each}) for each in turns])
+    pairs = [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in chats]
+    pairs.append({"prompt": _text(4, 500), "completion": _text(5, 501)})
+    _write_lines(folder / "data/pairs.jsonl", map(json.dumps, pairs))
+    tasks = [
+        {
+            "instruction": _text(5, 520 + i),
+            "input": (None, "", _text(3, 540 + i))[i % 3],
+            "output": _text(6, 560 + i),
+        }
+        for i in range(12)
+    ]
+    pq.write_table(pa.Table.from_pylist(tasks), folder / "data/tasks.parquet", row_group_size=5)
 
 
 def _write_conversations(data: Path) -> None:
@@ -188,6 +220,7 @@ def _of_folder(children: Sequence[dict[str, Any]], **fields: Any) -> dict[str, A
 
 
 _CHATS = {"template": "chat", "chat_tools": "tools"}
+_ANSWERS = {"template": "chat", "loss_on": "answers"}
 #: What the assistant says ends with a character of one token, but in the third of these.
 GOLDEN_ROWS: dict[str, dict[str, Any]] = {
     "conversations, a row each, bad ones skipped": _of_folder(
@@ -264,6 +297,26 @@ GOLDEN_ROWS: dict[str, dict[str, Any]] = {
         on_bad_row="skip",
         tail="pad",
     ),
+    "conversations in other formats, answers found without blocks, and completions": _of_folder(
+        [
+            {"source": "jsonl:data/turns.jsonl:said", "chat_format": "sharegpt", **_ANSWERS},
+            {"source": "parquet:data/tasks.parquet:output", "chat_format": "alpaca", **_ANSWERS},
+            {
+                "source": "jsonl:data/pairs.jsonl:completion",
+                "chat_format": "prompt_completion",
+                **_ANSWERS,
+            },
+            {
+                "source": "parquet:data/tasks*.parquet:output",
+                "template": "{instruction} {input}: {output}\n",
+                "loss_on": "completion",
+                "epochs": 2,
+            },
+        ],
+        packing="best_fit",
+        sequence_length=160,
+    )
+    | {"tokenizer": "without blocks"},
     "conversations with JSON in them": _of_folder(
         [{"source": "parquet:data/parts of json.parquet:messages", "template": "chat"}],
         packing="none",

@@ -235,6 +235,7 @@ class CommandLine:
         self,
         *arguments: object,
         folder: Path | None = None,
+        columns: int = 120,
         environment: Mapping[str, str] | None = None,
     ) -> Finished:
         self._output.unlink(missing_ok=True)
@@ -243,7 +244,7 @@ class CommandLine:
             arguments,
             output=self._output,
             folder=folder or self._output.parent,
-            environment={"COLUMNS": "120", "NO_COLOR": "1", **(environment or {})},
+            environment={"COLUMNS": str(columns), "NO_COLOR": "1", **(environment or {})},
         )
         try:
             status = process.wait(COMMAND_DEADLINE_S)

@@ -181,10 +181,10 @@ class Selection:
         faults: dict[str, Sequence[BadRow]] = {}
         for name, array in by_name.items():
             plain[name], faults[name] = _decoded(array, first_row, where, damaged[name])
-            if name in self._json and (self.rules.quoted or not columns.is_text(plain[name])):
-                plain[name], no_json = _as_json(
-                    plain[name], name, first_row, where, quoted=self.rules.quoted
-                )
+            # Text in a column whose type says that it is JSON is some, whatever else is quoted.
+            quoted = self.rules.quoted and not columns.is_json(self.columns[name].kind)
+            if name in self._json and (quoted or not columns.is_text(plain[name])):
+                plain[name], no_json = _as_json(plain[name], name, first_row, where, quoted=quoted)
                 faults[name] = [*faults[name], *no_json]
         faults[self.column] = [*known, *faults[self.column]]
         passing = self.passing(plain)
