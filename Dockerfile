@@ -22,6 +22,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY client client
 COPY proto proto
 COPY server server
+COPY examples examples
 # Of the packages a server uses neither tests, nor what compiles against them, nor Arrow's network (it reads through
 # fsspec), nor any command but its own.
 RUN /opt/build/bin/python -m build --no-isolation --wheel \

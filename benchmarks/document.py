@@ -67,17 +67,24 @@ def _machine(folder: Path) -> str:
     return machine(newest("throughput", folder))
 
 
+#: Without waits, which a trainer has none of where it computes, and with one figure of memory.
+_SHOWN = {
+    heading: name
+    for heading, name in THROUGHPUT_COLUMNS.items()
+    if "wait" not in name and "anonymous" not in name
+}
+
+
 def _throughput(folder: Path) -> str:
-    return table(newest("throughput", folder), THROUGHPUT_COLUMNS)
+    return table(newest("throughput", folder), _SHOWN)
 
 
 def _variants(folder: Path) -> str:
-    columns = {heading: name for heading, name in THROUGHPUT_COLUMNS.items() if "wait" not in name}
-    return table(newest("variants", folder), columns)
+    return table(newest("variants", folder), _SHOWN)
 
 
 def _realistic(folder: Path) -> str:
-    return table(newest("realistic", folder), THROUGHPUT_COLUMNS)
+    return table(newest("realistic", folder), _SHOWN)
 
 
 def _large_run(folder: Path) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
+import yaml
 from support.corpora import (
     VOCAB,
     decode_state,
@@ -32,7 +35,9 @@ from support.litdata_files import write_litdata
 from support.megatron_core import FOLDER as MEGATRON
 from support.megatron_core import GIVEN as MEGATRON_GIVEN
 from support.mosaic import write_mds
+from support.server_process import ServerProcess
 from support.sources import opened
+from tokenloom import LocalDataset, RemoteDataset
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import SourceError
 from tokenloom_server.order.factory import PipelineFactory
@@ -228,6 +233,51 @@ def test_a_run_goes_on_from_every_sample_index_in_every_combination(
     spec = SCHEMES[scheme](tmp_path)
     for packing in PACKINGS:
         goes_on_from_every_sample_index(spec, shuffle, packing, tmp_path)
+
+
+@contextmanager
+def _served(file: Path) -> Iterator[RemoteDataset]:
+    server = ServerProcess(file.parent, file).start()
+    try:
+        with RemoteDataset(server.url("test"), 1, rank=0, world_size=1) as dataset:
+            yield dataset
+    finally:
+        server.terminate()
+
+
+@contextmanager
+def _in_job(file: Path) -> Iterator[RemoteDataset]:
+    with RemoteDataset(file, 1, rank=0, world_size=1) as dataset:
+        yield dataset
+
+
+@contextmanager
+def _in_process(file: Path) -> Iterator[LocalDataset]:
+    with LocalDataset(file, 1) as dataset:
+        yield dataset
+
+
+@pytest.mark.parametrize("entry", [_served, _in_job, _in_process])
+def test_every_entry_reads_every_scheme(
+    entry: Callable[[Path], AbstractContextManager[RemoteDataset | LocalDataset]], tmp_path: Path
+) -> None:
+    """What a server is handed where it is started leaves none out."""
+    # A process's memory is its own; this one names files beside the mixture file.
+    children = [{"source": SCHEMES["megatron-samples"](tmp_path), "alias": "samples"}]
+    for name in sorted(SCHEMES.keys() - {"remote", "megatron-samples"}):
+        (tmp_path / name).mkdir()
+        scheme, _, place = SCHEMES[name](tmp_path / name).partition(":")
+        children.append({"source": f"{scheme}:{name}/{place}", "alias": name})
+    document = mixture(mixture={"policy": "round_robin", "children": children})
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    order = order_of(tmp_path, document)
+    expected, _, _ = taken(order, order.initial(), 64)
+
+    with entry(tmp_path / "test.yaml") as dataset:
+        batches = itertools.islice(dataset, len(expected))
+        samples = [batch["input_ids"].numpy().astype("<u2").tobytes() for batch in batches]
+
+    assert samples == expected
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -46,7 +46,12 @@ from tests.support.doc_tables import TABLES, TOKENS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PACKAGES = ("proto/tokenloom_proto", "client/tokenloom", "server/tokenloom_server")
+PACKAGES = (
+    "proto/tokenloom_proto",
+    "client/tokenloom",
+    "server/tokenloom_server",
+    "server/tokenloom_tools",
+)
 #: Every Markdown file that people read, by its path from the root.
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenloom_proto import errors as _shared_errors
 from tokenloom_proto.errors import *  # noqa: F403
-from tokenloom_proto.release import own_release as _own_release
+from tokenloom_proto.versions import own_release as _own_release
 
 from tokenloom.batch.layout import Batch, NumpyBatch
 from tokenloom.clock.tokens import TokenBudget, TokenProgress

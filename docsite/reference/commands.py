@@ -16,6 +16,7 @@ GUIDES = {
     "checkpoint": "checkpoint-files.md",
     "config": "options.md#options-from-the-environment-and-a-file",
     "demo": "quick-start.md",
+    "examples": "install.md",
     "export": "export.md",
     "fork": "forks.md",
     "import": "from-mosaic.md",

@@ -8,14 +8,38 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenloom_proto.certificate import refuse_expired
-from tokenloom_proto.file_errors import reason
-from tokenloom_proto.files import MOST_BYTES, open_file
+from tokenloom_proto.files import MOST_BYTES, open_file, reason
+
+# When a certificate ends: of what a TLS handshake checks, what is said before one fails.
+
+
+_FIRST = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+#: ``Validity`` in DER (RFC 5280, section 4.1.2.5): two times, each with two digits of its year (UTCTime) or with four.
+_VALIDITY = re.compile(rb"(?:\x17\x0d\d{12}|\x18\x0f\d{14})Z(?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z")
+
+
+def refuse_expired(name: str, pem: str) -> None:
+    """Raises ``ValueError``, which begins with ``name``, where the first certificate of a chain has expired."""
+    first = _FIRST.search(pem)
+    validity = _VALIDITY.search(ssl.PEM_cert_to_DER_cert(first[0])) if first else None
+    if validity is None:
+        return
+    short, long = validity.groups()
+    # Two digits of a year are of 1950 to 2049.
+    text = (long or (b"19" if short >= b"50" else b"20") + short).decode()
+    end = datetime.strptime(f"{text}+0000", "%Y%m%d%H%M%S%z")
+    if end <= datetime.now(timezone.utc):
+        raise ValueError(
+            f"{name} has a certificate that expired at {end:%Y-%m-%d %H:%M:%S} UTC: renew it"
+        )
+
 
 #: The variables that hold a token; the same name with ``_FILE`` at its end is the variable that names a file with one.
 CONTROL_VARIABLE = "TOKENLOOM_TOKEN"

@@ -2,4 +2,4 @@
 system says of a file."""
 
 from tokenloom_proto.errors import *  # noqa: F403
-from tokenloom_proto.file_errors import reason as reason
+from tokenloom_proto.files import reason as reason

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 from support.hostile import TEXTS
 from support.lived_run import NAME
-from support.memory_service import MemoryService, run_event, run_history, run_stats
+from support.memory_service import MemoryService, run_event, run_history, run_stats, source_stats
 from support.page import HEIGHT, RUN, WIDTH, open_tab, source_row, watched
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.served_run import ServedRun
@@ -141,13 +141,38 @@ def test_of_many_sources_the_smaller_ones_are_one_band_and_hostile_texts_are_tex
     service.happened[RUN] = [
         run_event(number, text=text, author=text, kind="audit") for number, text in enumerate(texts)
     ]
-    service.put(run_stats(RUN))
+    sources = [source_stats(i, alias=alias) for i, alias in enumerate(aliases)]
+    service.put(run_stats(RUN, sources=sources))
     page.reload()
     expect(page.get_by_text("37 other sources")).to_be_visible()
     assert len(keys(page)) == 12
+    groups = [one.model_copy(update={"group": f"node-{one.id % 2}"}) for one in sources]
+    service.put(run_stats(RUN, sources=groups))
+    page.reload()
+    expect(page.get_by_role("link", name="node-1")).to_be_visible()
+    assert [key[0] for key in keys(page)] == ["node-0", "node-1"]
     open_tab(page, "Events")
     expect(page.locator("table.events tbody tr")).to_have_count(len(texts))
     assert page.locator("main img, main script").count() == 0
+
+
+@pytest.mark.browser
+def test_a_deviation_is_drawn_of_more_than_a_sample_and_lately_says_of_how_many(
+    page: Page, service: MemoryService
+) -> None:
+    history = run_history(RUN, points=2, code=[1, 2], prose=[1, 2])
+    # Of 128 samples: 8 too many, and a half.
+    code, prose = (
+        one.model_copy(update={"actual_share": [0.5, 0.5 + off], "window_share": [0.5, 0.51]})
+        for one, off in zip(history.sources, (1 / 16, 1 / 256), strict=True)
+    )
+    service.histories[RUN] = history.model_copy(update={"sources": [code, prose]})
+    page.reload()
+    expect(page.get_by_text("shares of 64 samples")).to_be_visible()
+    assert keys(page)[0] == ["code", "51.0 %", "planned 50.0 %"]
+    page.get_by_role("button", name="Deviation").click()
+    expect(page.get_by_text("+6.25\u00a0pp")).to_be_visible()
+    assert keys(page) == [["code", "+6.25 pp", "of 50.0 %"], ["prose", "+0.00 pp", "of 50.0 %"]]
 
 
 @pytest.mark.browser

@@ -147,6 +147,10 @@ def test_two_hundred_sources_are_sorted_and_filtered_by_what_the_address_says(
     service.put(run_stats(RUN, sources=sources))
     open_tab(page, "Sources")
     rows = page.locator("table.mix tbody tr")
+    # The first, by tokens, and the rest as one.
+    expect(rows).to_have_count(24 + 1)
+    expect(rows.last).to_contain_text("176 others")
+    page.get_by_role("button", name="Show all 200").click()
     expect(rows).to_have_count(200)
     page.get_by_role("button", name="Tokens", exact=True).press("Enter")
     expect(page.get_by_role("columnheader", name="Tokens")).to_have_attribute(
@@ -159,12 +163,21 @@ def test_two_hundred_sources_are_sorted_and_filtered_by_what_the_address_says(
     page.get_by_label("Filter").fill("PART-01")
     expect(rows).to_have_count(10)
     expect(page.get_by_text("10 of 200")).to_be_visible()
-    assert page.url.endswith(f"#/run/{RUN}/sources?sort=tokens&filter=PART-01")
+    assert page.url.endswith(f"#/run/{RUN}/sources?all=1&sort=tokens&filter=PART-01")
     # What is not known comes last, whichever way.
-    page.goto(f"http://{server.address}/#/run/{RUN}/sources?sort=remaining&down=1")
+    page.goto(f"http://{server.address}/#/run/{RUN}/sources?all=1&sort=remaining&down=1")
     expect(page.get_by_label("Filter")).to_have_value("")
     expect(rows.first).to_contain_text("part-198")
     expect(rows.last).to_contain_text("part-199")
+    # By the mixture's nodes, with a way to what is in one.
+    nodes = [source.model_copy(update={"group": f"node-{source.id % 3}"}) for source in sources]
+    service.put(run_stats(RUN, sources=nodes))
+    page.goto(f"http://{server.address}/#/run/{RUN}/sources")
+    expect(page.get_by_text("200 sources in 3 groups")).to_be_visible()
+    expect(rows).to_have_count(3)
+    assert cell(page, "node-0", "Samples") == f"{67 * 2048 / 1000:.0f} k"
+    page.get_by_role("link", name="node-0").click()
+    expect(page.get_by_text("67 of 200")).to_be_visible()
 
 
 @pytest.mark.browser

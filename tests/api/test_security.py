@@ -34,7 +34,7 @@ from tokenloom_proto.credentials import (
     read_token,
     refuse_plaintext,
 )
-from tokenloom_proto.protocol import VERSION
+from tokenloom_proto.versions import VERSION
 from tokenloom_server.api.auth import Access, Scope
 from tokenloom_server.api.grpc import endpoint
 from tokenloom_server.api.grpc.endpoint import PEEK_CALLS, READ_CALLS

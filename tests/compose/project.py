@@ -69,7 +69,7 @@ class Project:
             "TOKENLOOM_GRPC_PORT": str(self.grpc_port),
             "TOKENLOOM_REST_PORT": str(self.rest_port),
         }
-        places = ("client", "server", "proto", "requirements", "examples/compose", ":(glob)*")
+        places = ("client", "server", "proto", "requirements", "examples", ":(glob)*")
         listed = run(
             "git", "ls-files", "--cached", "--others", "--exclude-standard", *places, folder=ROOT
         )

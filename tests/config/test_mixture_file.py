@@ -413,6 +413,16 @@ def test_source_ids_are_depth_first() -> None:
     ]
 
 
+def test_sources_are_grouped_by_the_node_below_the_root_or_by_what_aliases_begin_with() -> None:
+    assert parsed(mixture()).groups == ("code", "docs", "rest", "rest")
+    document = flat([f"txt:{name}.txt:text" for name in "abcd"])
+    for child, alias in zip(
+        document["mixture"]["children"], ("web/a", "web-b", "wiki"), strict=False
+    ):
+        child["alias"] = alias
+    assert parsed(document).groups == ("web", "web", "wiki", "txt:d.txt:text")
+
+
 def test_a_schedule_without_any_weight_somewhere_is_refused() -> None:
     over = [[0, 1], [100, 0]]
     for later in ([[0, 0], [200, 1]], [[0, 0], [99, 0], [101, 1]], [[100, 0.1]]):

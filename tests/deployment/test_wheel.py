@@ -173,6 +173,10 @@ def test_the_wheel_holds_all_files_of_the_three_packages_and_the_licence_and_no_
         for path in (ROOT / folder / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    examples = subprocess.run(
+        ["git", "ls-files", "examples"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    in_tree |= {f"tokenloom_tools/{path}" for path in examples.stdout.split()}
 
     names = _content(wheel)
 

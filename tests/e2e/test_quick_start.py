@@ -99,13 +99,12 @@ def test_every_command_of_the_page_runs_as_it_stands_but_for_the_ports(tmp_path:
         r"`(\w+\.py)`[^`]*?:\n\n^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
     ):
         (tmp_path / name).write_text(text)
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     grpc, rest = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     shell = re.sub(r"^```.*?^```$", "", PAGE, flags=re.DOTALL | re.MULTILINE)
     shell = shell.replace("127.0.0.1:50051", grpc).replace("127.0.0.1:8080", rest)
     typed = re.findall(r"^    (\S.*)$", shell, re.MULTILINE)
     serve = typed.index("tokenloom serve mixture.yaml")
-    (install, *prepare, alone), (by_server, again, two, three, *look) = (
+    (install, *prepare, alone), (by_server, again, copy, two, three, *look) = (
         typed[:serve],
         typed[serve + 1 :],
     )
@@ -133,6 +132,7 @@ def test_every_command_of_the_page_runs_as_it_stands_but_for_the_ports(tmp_path:
             assert trained(command, tmp_path, 1)[0] == begin + 400, (
                 "100 batches of 4 samples after its checkpoint"
             )
+        ended(copy, tmp_path)
         assert trained(two, tmp_path, 12)[0] == 8, "two ranks begin again"
         begin = saved_index(tmp_path / "ddp" / "last.pt")
         assert trained(three, tmp_path, 1)[0] == begin + 12, "three ranks go on"

@@ -8,7 +8,7 @@ import pytest
 from support.goldens import MIXTURES, write_mixtures
 from support.server_process import ServerProcess
 from tokenloom import LocalDataset, ProtocolError, RemoteDataset
-from tokenloom_proto.release import own_release
+from tokenloom_proto.versions import own_release
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,7 @@ from support.documents import EOT, FIELDS, Case, Sample, state_after
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import FileCursor, PackedCursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
-from tokenloom_server.packing.best_fit import BestFitPacker, Window
-from tokenloom_server.packing.fit import best_fit
+from tokenloom_server.packing.best_fit import BestFitPacker, Window, best_fit
 
 SOURCE_ID, SEED = 3, 11
 _WINDOW = Window(8, 100)

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import trustme
-from tokenloom_proto import certificate
+from tokenloom_proto import credentials
 
 
 @pytest.mark.parametrize("year", [1951, 2049, 2050, 2400])
@@ -17,13 +17,13 @@ def test_the_end_is_read_in_both_of_its_forms(year: int, monkeypatch: pytest.Mon
     chain = "".join(pem.bytes().decode() for pem in (*issued.cert_chain_pems, authority.cert_pem))
     for now in (end - timedelta(seconds=1), end):
         monkeypatch.setattr(
-            certificate, "datetime", type("Clock", (datetime,), {"now": lambda _, at=now: at})
+            credentials, "datetime", type("Clock", (datetime,), {"now": lambda _, at=now: at})
         )
         if now < end:
-            certificate.refuse_expired("it", chain)
+            credentials.refuse_expired("it", chain)
     with pytest.raises(
         ValueError,
         match=f"^it has a certificate that expired at {year}-12-31 23:59:58 UTC: renew it$",
     ):
-        certificate.refuse_expired("it", chain)
-    certificate.refuse_expired("it", "no certificate")
+        credentials.refuse_expired("it", chain)
+    credentials.refuse_expired("it", "no certificate")

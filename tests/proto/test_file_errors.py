@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tokenloom_proto.file_errors import reason
+from tokenloom_proto.files import reason
 
 #: Runs command lines in a process that has no right to overrule modes, and prints what each says.
 _RUN = """

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 import tokenloom
 from tokenloom_proto.errors import ProtocolError
-from tokenloom_proto.release import own_release, require_compatible
+from tokenloom_proto.versions import own_release, require_compatible
 from tokenloom_tools.cli.app import app
 from typer.testing import CliRunner
 

@@ -1,4 +1,4 @@
-"""The exchange that tests/conformance/worked-exchange.md shows, as a server answers it: each message by its fields."""
+"""The exchange that tests/conformance/worked-exchange.md shows, field by field in bytes, as a server answers it."""
 
 from __future__ import annotations
 

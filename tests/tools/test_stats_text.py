@@ -53,6 +53,19 @@ def test_at_80_columns_no_cell_is_folded_also_with_losses() -> None:
         ]
 
 
+def test_many_sources_are_shown_in_their_groups_and_each_where_that_is_asked_for() -> None:
+    sources = [source_stats(i, group=f"node-{i % 30}", actual_share=1 / 60) for i in range(60)]
+    lines = printed(run_stats(sources=sources), 160)
+    rows = [line for line in lines if "node-" in line]
+    assert len(rows) == 24 and "│ node-0 (2) " in rows[0] and "3.33%" in rows[0]
+    assert any("│ 12 others " in line and "20.00%" in line for line in lines)
+    assert "60 sources, in groups (--all shows each)" in lines
+    assert "recent: of 4,800 samples" in lines
+    out = io.StringIO()
+    print_stats(Console(file=out, width=160), run_stats(sources=sources), every_source=True)
+    assert "source-59" in out.getvalue() and "node-" not in out.getvalue()
+
+
 def test_where_there_is_room_it_is_one_table_with_whole_numbers() -> None:
     lines = printed(LONG, 160)
     (row,) = (line for line in lines if "web-crawl-part-0" in line)

@@ -11,10 +11,9 @@ from textwrap import shorten
 
 import grpc
 from tokenloom_proto.address import Address
-from tokenloom_proto.certificate import refuse_expired
-from tokenloom_proto.credentials import Credentials
+from tokenloom_proto.credentials import Credentials, refuse_expired
 from tokenloom_proto.errors import TokenloomError, named
-from tokenloom_proto.protocol import unknown_service
+from tokenloom_proto.versions import unknown_service
 
 from tokenloom.errors import ServerUnavailable
 

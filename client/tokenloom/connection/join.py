@@ -21,9 +21,9 @@ from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import ProtocolError
-from tokenloom_proto.release import own_release
 from tokenloom_proto.resume import counts_at, real_tokens, sources_of
 from tokenloom_proto.threads import Loop
+from tokenloom_proto.versions import own_release
 
 from tokenloom.batch.arrays import ArrayMaker, BatchMaker
 from tokenloom.batch.layout import Layout

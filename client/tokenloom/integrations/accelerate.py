@@ -22,8 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from tokenloom.batch.layout import Batch
-from tokenloom.datasets.training import TrainingDataset
-from tokenloom.integrations.checks import check_accumulate, check_processes
+from tokenloom.datasets.training import TrainingDataset, check_accumulate, check_processes
 
 
 class TokenloomLoader:

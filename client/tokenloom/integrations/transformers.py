@@ -30,8 +30,7 @@ from tokenloom.clock.lr_scheduler import TokenLRScheduler
 from tokenloom.clock.tokens import TokenBudget, TokenProgress
 from tokenloom.datasets import tensors
 from tokenloom.datasets.base import ConnectedDataset
-from tokenloom.datasets.training import TrainingDataset
-from tokenloom.integrations.checks import check_accumulate, check_processes
+from tokenloom.datasets.training import TrainingDataset, check_accumulate, check_processes
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -30,6 +32,9 @@ from tokenloom_server.config.node import (
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.config.stream import VALIDATION, Streams, with_training_on_top
 from tokenloom_server.core.state import SourceState, State
+
+#: What ends the first part of a source's name.
+_PREFIX = re.compile(r"[/\-_.: ]")
 
 # ``phases``: parts of the run, one after the other.
 
@@ -496,6 +501,21 @@ class RunConfig(RunFields):
                     else math.prod(Fraction(repr(factor)) for factor in factors)
                 )
                 by_source[child.id] = float(product)
+        return tuple(by_source[source] for source in range(len(by_source)))
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """Of each source, by id, the group that people see it in among many: the node below the root that holds it; or
+        what other sources' aliases begin with, too; else its own name."""
+        alone, by_source = dict[int, str](), dict[int, str]()
+        for _, child, above in descend(self.mixture, ""):
+            if isinstance(child, SourceConfig) and len(above) > 1:
+                by_source[child.id] = above[1].name
+            elif isinstance(child, SourceConfig):
+                by_source[child.id] = child.name
+                alone[child.id] = _PREFIX.split(child.alias or "")[0]
+        shared = Counter(alone.values())
+        by_source |= {at: name for at, name in alone.items() if name and shared[name] > 1}
         return tuple(by_source[source] for source in range(len(by_source)))
 
     @cached_property

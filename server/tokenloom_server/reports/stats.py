@@ -53,6 +53,9 @@ class SourceName(Document):
 class SourceStats(SourceName):
     """One source. Counters are committed ones."""
 
+    group: str = ""
+    """The group that it is shown in where there are many: a node of the mixture, or what the names of several sources
+    begin with; else its own alias."""
     target_share: float
     """Share of the next tokens that the weights in force ask for (0 to 1); 0 once the source gives nothing more. Where
     the data have ended, that of the last ones. Which tokens shares are of, the run's ``count`` says."""
@@ -62,7 +65,8 @@ class SourceStats(SourceName):
     actual_share: float
     """Share of the run's tokens so far (0 to 1); 0 before the first."""
     window_share: float | None
-    """Share of the tokens that were committed in the last 30 s (0 to 1); null where none were."""
+    """Share of the tokens that were committed in the last 30 s (0 to 1), the run's ``window_samples``; null where none
+    were."""
     samples: int
     rows: int
     """Rows taken to their end."""
@@ -270,6 +274,8 @@ class RunStats(RunState):
     """Of these, documents': without padding."""
     skipped_tokens: int
     """Of samples that were passed over; the clock is without them."""
+    window_samples: int
+    """Samples that were committed in the last 30 s: their shares are coarse, as they change by whole samples."""
     window_fill: float
     """Produced and not yet committed, as a fraction of the window (0 to 1)."""
     exhausted: bool

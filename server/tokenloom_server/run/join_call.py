@@ -43,7 +43,7 @@ class JoinCall:
     accumulate: int = 1
     #: ``state`` is another run's: this one, which has not begun, begins there.
     fork: bool = False
-    #: The client's, as ``tokenloom_proto.release`` knows it; empty where it does not say.
+    #: The client's, as ``tokenloom_proto.versions`` knows it; empty where it does not say.
     release: str = ""
 
     @property

@@ -98,6 +98,8 @@ class StatsReader:
             real_tokens=state.real_tokens,
             skipped_tokens=sum(source.skipped_tokens for source in state.sources),
             tokens_per_s=view.tokens_per_s if end is None else 0.0,
+            window_samples=(committed.total_tokens - view.earlier_commit.total_tokens)
+            // config.sequence_length,
             window_fill=min(1.0, generation.held_steps / generation.window_micro_steps),
             waiting_for=view.waiting.waiting_for,
             waiting_reason=view.waiting.reason,
@@ -203,6 +205,7 @@ class StatsReader:
             id=source,
             spec=order.record.specs[source],
             alias=config.name,
+            group=order.config.groups[source],
             target_share=shares[0],
             expected_share=shares[1],
             actual_share=shares[2],

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from tokenloom_proto.file_errors import reason
+from tokenloom_proto.files import reason
 
 from tokenloom_server.config.catalog import Spec
 from tokenloom_server.sources.base import Shard, Source

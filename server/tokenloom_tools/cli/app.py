@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenloom_tools.cli import (
     checkpoint,
     demo,
+    examples,
     export,
     foreign,
     fork,
@@ -48,6 +49,7 @@ add_command(app, fork.fork)
 add_command(app, foreign.import_seen, "import")
 add_command(app, schema.schema)
 add_command(app, demo.demo)
+add_command(app, examples.examples)
 app.add_typer(runs.app)
 app.add_typer(mixture.app)
 app.add_typer(checkpoint.app)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tokenloom_proto.file_errors import reason
-from tokenloom_proto.files import read_file
+from tokenloom_proto.files import read_file, reason
 
 from tokenloom_tools.cli.common import console, print_json
 

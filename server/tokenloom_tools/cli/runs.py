@@ -37,15 +37,15 @@ def list_runs(
     access: ReadAccess,
 ) -> None:
     """List the runs of a server, and the mixtures that it could not bring up or reload, with what is wrong."""
+    from tokenloom_tools.reports.stats_text import line_of
+
     server = access.connect(url)
     listed = server.list_runs()
     if as_json:
         print_json(listed.model_dump())
         return
     for stats in server.stats(None):
-        waits = f"waits for {stats.waiting_for}" if stats.waiting_for else "trains"
-        state = stats.error or stats.ended or waits
-        say(f"{stats.run}: sample {stats.sample_index:,}, {stats.total_tokens:,} tokens; {state}")
+        say(line_of(stats))
     for broken in listed.broken:
         state = (
             "served as it was; its mixture file was not taken" if broken.served else "not served"

@@ -6,15 +6,19 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_tools.cli.common import console, print_json
+from tokenloom_tools.cli.common import console, print_json, say
 from tokenloom_tools.cli.options import ReadAccess, Url
 
 
 def stats(
     url: Url,
     run: Annotated[
-        str | None, typer.Option(help="One run; all of the server's if not given.")
+        str | None,
+        typer.Option(help="Which run; if not given and there are several, a line for each."),
     ] = None,
+    every_source: Annotated[
+        bool, typer.Option("--all", help="Show each source also where there are many.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the documents as JSON, one a line.")
     ] = False,
@@ -22,10 +26,15 @@ def stats(
     access: ReadAccess,
 ) -> None:
     """Show the mix of a running server: shares, rows, tokens, epochs, ranks."""
-    from tokenloom_tools.reports.stats_text import print_stats
+    from tokenloom_tools.reports.stats_text import line_of, print_stats
 
-    for document in access.connect(url).stats(run):
+    documents = access.connect(url).stats(run)
+    for document in documents:
         if as_json:
             print_json(document.model_dump())
+        elif len(documents) > 1:
+            say(line_of(document))
         else:
-            print_stats(console(), document)
+            print_stats(console(), document, every_source=every_source)
+    if len(documents) > 1 and not as_json:
+        say("--run NAME shows one of them")

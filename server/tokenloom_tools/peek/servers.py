@@ -14,8 +14,8 @@ from tokenloom_proto.address import Address, reached_at
 from tokenloom_proto.credentials import NO_FILES, Credentials, TlsFiles
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import named
-from tokenloom_proto.protocol import unknown_service
 from tokenloom_proto.rest import TIMEOUT_S, About
+from tokenloom_proto.versions import unknown_service
 from tokenloom_server.errors import ConfigError, TokenloomError
 
 from tokenloom_tools.remote import ServerUnreachable, token_to_look

@@ -11,8 +11,8 @@ from itertools import islice
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
-from tokenloom_proto.release import own_release
 from tokenloom_proto.resume import NamedSource, sources_of
+from tokenloom_proto.versions import own_release
 from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
 from tokenloom_tools.peek.samples import PeekedSample, decode_batches

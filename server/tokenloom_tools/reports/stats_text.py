@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,10 +18,13 @@ _SHARES = ("target", "expected", "actual", "recent", "loss")
 _COUNTERS = ("samples", "rows", "tokens", "epoch", "left")
 #: Lines that are long enough for one table, characters.
 _WIDE = 140
+#: More sources than these are shown in groups; and more rows than these as one.
+MANY = 24
 
 
-def print_stats(out: Console, stats: RunStats) -> None:
-    """Where the run stands, a table of its sources, its ranks, and what it waits for."""
+def print_stats(out: Console, stats: RunStats, *, every_source: bool = False) -> None:
+    """Where the run stands, a table of its sources, its ranks, and what it waits for. Many sources are shown in groups,
+    but for ``every_source``."""
     out.print(
         f"{stats.run}: sample {stats.sample_index:,}, {stats.total_tokens:,} tokens committed, "
         f"{stats.tokens_per_s:,.0f} tokens/s; generation {stats.generation}, "
@@ -37,8 +41,13 @@ def print_stats(out: Console, stats: RunStats) -> None:
             else "the mixture that the run began with"
         )
         out.print(f"in force: {current}{later} (tokenloom mixture show)")
-    for part in _tables(out, stats):
+    shown = stats if every_source else stats.model_copy(update={"sources": _few(stats.sources)})
+    for part in _tables(out, shown):
         out.print(part)
+    if len(shown.sources) < len(stats.sources):
+        out.print(f"{len(stats.sources):,} sources, in groups (--all shows each)")
+    if stats.window_samples:
+        out.print(f"recent: of {stats.window_samples:,} samples")
     if stats.count == "real":
         out.print("shares are of real tokens, without padding")
     for line in _losses(stats), _rows_without_tokens(stats), _skipped(stats), _pinned(stats):
@@ -71,6 +80,50 @@ def _tables(out: Console, stats: RunStats) -> Iterator[Table]:
     else:
         yield sources_table(stats, without=_COUNTERS)
         yield sources_table(stats, without=_SHARES, count=short)
+
+
+def line_of(stats: RunStats) -> str:
+    """A run in a line."""
+    waits = f"waits for {stats.waiting_for}" if stats.waiting_for else "trains"
+    state = stats.error or stats.ended or (stats.straggler and stats.straggler.text) or waits
+    return f"{stats.run}: sample {stats.sample_index:,}, {stats.total_tokens:,} tokens; {state}"
+
+
+def _few(sources: Sequence[SourceStats]) -> Sequence[SourceStats]:
+    """The sources; of many their groups, by the tokens that they had; and of many groups the smaller ones as one."""
+    if len(sources) <= MANY:
+        return sources
+    groups: dict[str, list[SourceStats]] = {}
+    for source in sources:
+        groups.setdefault(source.group, []).append(source)
+    by_tokens = sorted(groups.values(), key=lambda of: -sum(source.tokens for source in of))
+    rest = [source for of in by_tokens[MANY:] for source in of]
+    merged = [
+        _merged(f"{of[0].group} ({len(of):,})" if of[1:] else of[0].alias, of)
+        for of in by_tokens[:MANY]
+    ]
+    return [*merged, _merged(f"{len(rest):,} others", rest)] if rest else merged
+
+
+def _merged(alias: str, sources: Sequence[SourceStats]) -> SourceStats:
+    """Several sources as one."""
+
+    def total(name: str) -> Any:
+        values = [getattr(source, name) for source in sources]
+        return None if None in values else sum(values)
+
+    names = ("target_share", "expected_share", "actual_share", "window_share")
+    counters = ("samples", "rows", "tokens", "remaining_samples")
+    rows = total("rows") or 1
+    return sources[0].model_copy(
+        update={
+            "alias": alias,
+            **{name: total(name) for name in (*names, *counters)},
+            "epoch": sum(source.epoch * source.rows for source in sources) / rows,
+            "exhausted": all(source.exhausted for source in sources),
+            "loss": sources[0].loss if len(sources) == 1 else None,
+        }
+    )
 
 
 def sources_table(

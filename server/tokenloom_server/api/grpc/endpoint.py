@@ -14,8 +14,8 @@ from urllib.parse import unquote
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
-from tokenloom_proto.protocol import VERSION, version_of
 from tokenloom_proto.threads import pool
+from tokenloom_proto.versions import VERSION, version_of
 
 from tokenloom_server.api.auth import Access, Scope, Token
 from tokenloom_server.api.grpc.connections import close_connection

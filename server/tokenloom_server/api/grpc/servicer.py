@@ -10,7 +10,7 @@ from functools import cache
 
 from google.protobuf.message import Message
 from tokenloom_proto import dataloader_pb2 as wire
-from tokenloom_proto.release import own_release, require_compatible
+from tokenloom_proto.versions import own_release, require_compatible
 
 from tokenloom_server.api import audit
 from tokenloom_server.api.auth import Access, Scope, Token

@@ -1,12 +1,13 @@
 // The tab Mix: what the run's tokens were made of, beside what was planned, and how fast they came.
 //
-// In the address: share=sofar, over=time, from= and to= (the zoom) and at= (a place to point to), in tokens or Unix time.
+// In the address: share=sofar or deviation, by=sources where there are groups, over=time, from= and to= (the zoom) and at= (a place to point to), in tokens or Unix time.
 
-import { Chart, axis, colour, hatch, sourceColour, textScale, tick, timeAxis, tokenAxis } from "./chart.js";
+import { COLOURS, Chart, axis, colour, hatch, sourceColour, textScale, tick, timeAxis, tokenAxis } from "./chart.js";
 import { title } from "./events.js";
+import { isGrouped } from "./groups.js";
 import { MixTable } from "./mix_table.js";
-import { bandsOf, markedEvents, plannedSegments, rewoundParts, shownPoints, stacked, wholeRange } from "./mix_data.js";
-import { compact, dash, grouped, lasting, moment, percent } from "./numbers.js";
+import { bandsOf, markedEvents, plannedSegments, rewoundParts, samplesLately, shownPoints, stacked, wholeRange } from "./mix_data.js";
+import { compact, dash, grouped, lasting, moment, percent, points as inPoints } from "./numbers.js";
 import { View, keep } from "./view.js";
 
 /* global uPlot */
@@ -29,7 +30,7 @@ export class MixTab extends View {
     this.cursor = null; // x under the pointer
     this.table = new MixTable(this.slot("table"));
     this.slot("plan").href = `${run.url}/plan.svg`;
-    for (const [slot, change] of [["lately", { share: "" }], ["sofar", { share: "sofar" }], ["tokens", { over: "" }], ["time", { over: "time" }]]) {
+    for (const [slot, change] of [["lately", { share: "" }], ["sofar", { share: "sofar" }], ["deviation", { share: "deviation" }], ["groups", { by: "" }], ["each", { by: "sources" }], ["tokens", { over: "" }], ["time", { over: "time" }]]) {
       const elsewhere = "over" in change ? { from: "", to: "", at: "" } : {};
       this.slot(slot).addEventListener("click", () => this.change({ ...change, ...elsewhere }));
     }
@@ -46,6 +47,7 @@ export class MixTab extends View {
   show(stats) {
     this.stats = stats;
     this.text("count", stats.count === "real" ? "shares of real tokens, without padding" : "");
+    this.hide("by", !isGrouped(stats.sources, COLOURS));
     this.showEnd();
   }
 
@@ -72,6 +74,17 @@ export class MixTab extends View {
     return this.run.params.over === "time";
   }
 
+  get share() {
+    const { share } = this.run.params;
+    return ["sofar", "deviation"].includes(share) ? share : "lately";
+  }
+
+  // By source id, where groups are shown.
+  get groups() {
+    const { sources } = this.stats;
+    return this.run.params.by === "sources" || !isGrouped(sources, COLOURS) ? null : new Map(sources.map(({ id, group }) => [id, group]));
+  }
+
   get range() {
     const [from, to] = [Number(this.run.params.from || NaN), Number(this.run.params.to || NaN)];
     return isWide(from, to) ? [from, to] : wholeRange(this.xs, this.segments, this.overTime);
@@ -83,11 +96,12 @@ export class MixTab extends View {
   }
 
   showChoices() {
-    const { share, over, from } = this.run.params;
-    for (const [slot, on] of [["lately", share !== "sofar"], ["sofar", share === "sofar"], ["tokens", over !== "time"], ["time", over === "time"]]) {
+    const { by, over, from } = this.run.params;
+    for (const [slot, on] of [...["lately", "sofar", "deviation"].map((each) => [each, this.share === each]), ["groups", by !== "sources"], ["each", by === "sources"], ["tokens", over !== "time"], ["time", over === "time"]]) {
       this.slot(slot).setAttribute("aria-pressed", String(on));
     }
     this.slot("reset").disabled = !from;
+    this.hide("legend", this.share === "deviation");
   }
 
   // Zoom
@@ -154,18 +168,18 @@ export class MixTab extends View {
     this.points = points.length < 2 ? [points[0], points[0]] : points;
     this.xs = this.points.map((at) => x[at]);
     if (points.length < 2) this.xs[0] = begin;
-    this.bands = bandsOf(curves, this.points, this.run.params.share === "sofar");
+    this.bands = bandsOf(curves, this.points, this.share, this.groups);
     this.segments = plan ? plannedSegments(plan, this.bands) : [];
     this.marks = markedEvents(events, overTime);
     this.rewound = rewoundParts(curves, x);
     this.hide("whole-plan", overTime || !this.segments.length);
     const column = (name) => this.points.map((at) => curves[name][at]);
     const data = [
-      [this.xs, ...stacked(this.bands)],
+      [this.xs, ...(this.share === "deviation" ? this.bands.map(({ off }) => off) : stacked(this.bands))],
       [this.xs, column("tokens_per_s")],
       [this.xs, column("data_wait_share")],
     ];
-    const shape = `${this.bands.map((band) => band.alias).join("\n")}\n${overTime}`;
+    const shape = `${this.bands.map((band) => band.alias).join("\n")}\n${overTime}\n${this.share === "deviation"}`;
     if (shape !== this.shape) {
       this.close();
       this.charts = this.makeCharts(data);
@@ -213,9 +227,15 @@ export class MixTab extends View {
       paths: stepped,
       points: { show: false },
     }));
-    mix.scales.y = share;
-    mix.series = [{}, ...areas.reverse()];
-    mix.axes = [xAxis(), percents];
+    if (this.share === "deviation") {
+      mix.scales.y = { range: (_, min, max) => [-1.1, 1.1].map((side) => side * Math.max(-min, max, 0.0005)) };
+      mix.series = [{}, ...this.bands.map((band, at) => ({ stroke: () => sourceColour(band.id < 0 ? Infinity : at), width: 2, points: { show: false } }))];
+      mix.axes = [xAxis(), axis({ values: (_, splits) => splits.map((at) => (at ? inPoints(at, "") : "0")), size: 58, space: 36 })];
+    } else {
+      mix.scales.y = share;
+      mix.series = [{}, ...areas.reverse()];
+      mix.axes = [xAxis(), percents];
+    }
     const rate = common(96, false);
     rate.scales.y = { range: (_, __, max) => [0, (max || 1) * 1.1] };
     rate.series = [{}, line("accent")];
@@ -244,6 +264,7 @@ export class MixTab extends View {
     const [y0, y1] = [plot.bbox.top, plot.bbox.top + plot.bbox.height];
     const across = (value) => plot.valToPos(value, "x", true);
     const up = (share) => y1 - share * (y1 - y0);
+    if (this.share === "deviation") return;
     this.clipped(plot, () => {
       ctx.globalAlpha = 0.38;
       for (const { from, until, shares } of this.overTime ? [] : this.segments) {
@@ -264,7 +285,7 @@ export class MixTab extends View {
     const ratio = devicePixelRatio;
     this.clipped(plot, () => {
       ctx.lineWidth = ratio;
-      this.drawPlannedLines(plot, across);
+      if (this.share !== "deviation") this.drawPlannedLines(plot, across);
       for (const { from, until } of this.rewound) {
         ctx.fillStyle = ctx.strokeStyle = colour("warn");
         const [left, width] = [across(from), Math.max(2, across(until) - across(from))];
@@ -352,6 +373,7 @@ export class MixTab extends View {
           moment(curves.time[point]),
           `generation ${grouped(curves.generation[point])}, ${grouped(curves.world_size[point])} ranks`,
           `${compact(curves.tokens_per_s[point])} tokens per second`,
+          this.share === "lately" ? `shares of ${grouped(samplesLately(curves, this.points, at))} samples` : "",
           curves.data_wait_share[point] === null ? "" : `ranks waited ${percent(curves.data_wait_share[point])}`,
         ];
     const back = cursor === null ? null : this.rewound.find(({ from, until }) => from <= cursor && cursor <= until);
@@ -363,10 +385,12 @@ export class MixTab extends View {
       const place = bands.indexOf(band);
       key.style("swatch", "background-color", sourceColour(band.id < 0 ? Infinity : place));
       key.text("alias", band.alias);
-      key.attribute("link", "href", this.run.href("sources", band.id < 0 ? {} : { filter: band.alias }));
+      key.attribute("link", "href", this.run.href("sources", band.id < 0 ? { by: "sources" } : { filter: band.alias, by: "sources" }));
       const share = planned ? null : band.actual[at];
-      key.text("actual", share === null ? dash : percent(share));
-      key.text("planned", `planned ${percent(planned ? planned.shares[place] : band.planned[at])}`);
+      const asked = percent(planned ? planned.shares[place] : band.planned[at]);
+      const isOff = this.share === "deviation" && share !== null;
+      key.text("actual", share === null ? dash : isOff ? inPoints(band.off[at]) : percent(share));
+      key.text("planned", isOff ? `of ${asked}` : `planned ${asked}`);
     });
     const shares = bands.map((band) => `${band.alias} ${percent(band.actual[last] ?? 0)}, planned ${percent(band.planned[last])}`);
     this.attribute("chart", "aria-label", `Shares over ${this.overTime ? "time" : "tokens"}. Now: ${shares.join("; ")}. Left and right go from point to point, plus and minus zoom, Escape shows all.`);

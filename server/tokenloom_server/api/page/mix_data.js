@@ -1,13 +1,13 @@
 // What the charts of the tab Mix show, from a run's history, its events and its plan.
 
 import { COLOURS } from "./chart.js";
+import { groupsOf, isCoarse } from "./groups.js";
 
-// Sources that have a band of their own, by id; the rest is one band. All of them where they have room.
-export function chosenSources(sources) {
-  if (sources.length <= COLOURS) return { shown: sources, rest: [] };
-  const byTokens = [...sources].sort((a, b) => (b.tokens.at(-1) ?? 0) - (a.tokens.at(-1) ?? 0));
-  const most = new Set(byTokens.slice(0, COLOURS - 1));
-  return { shown: sources.filter((each) => most.has(each)), rest: sources.filter((each) => !most.has(each)) };
+// The greatest of what could have a band of its own, in their order; the rest is one band. All where they have room.
+function chosen(bands, size) {
+  if (bands.length <= COLOURS) return { shown: bands, rest: [] };
+  const most = new Set([...bands].sort((a, b) => size(b) - size(a)).slice(0, COLOURS - 1));
+  return { shown: bands.filter((each) => most.has(each)), rest: bands.filter((each) => !most.has(each)) };
 }
 
 // Which points are shown: over time all of them; over tokens those that were not taken back, at most one for a total.
@@ -36,23 +36,49 @@ function sharesLately({ sources }, points) {
   return columns.map((column) => column.map(({ share, tokens }, place) => share ?? (totals[place] ? tokens / totals[place] : null)));
 }
 
-// The bands at each of the points: [{id, alias, sources, actual[], planned[]}]; id is -1 for the band of all others.
-export function bandsOf(curves, points, soFar) {
-  const { shown, rest } = chosenSources(curves.sources);
-  const shares = soFar ? curves.sources.map((source) => points.map((at) => source.actual_share[at])) : sharesLately(curves, points);
-  const planned = soFar ? "expected_share" : "target_share";
+// How many samples a point's latest shares are of.
+export function samplesLately({ sample_index: index }, points, place) {
+  return place === 0 ? index[points[0]] : Math.max(0, index[points[place]] - index[points[place - 1]]);
+}
+
+// Shares of few samples are coarse: where they differ from the plan by whole samples alone, the plan is drawn.
+function sharesDrawn(curves, points, shares) {
+  const targets = curves.sources.map((source) => points.map((at) => source.target_share[at]));
+  const column = (of, place) => of.map((values) => values[place]);
+  const coarse = points.map((_, place) => isCoarse(column(shares, place), column(targets, place), samplesLately(curves, points, place)));
+  return shares.map((values, at) => values.map((share, place) => (share !== null && coarse[place] ? targets[at][place] : share)));
+}
+
+// The bands at each of the points: [{id, alias, sources, actual[], drawn[], planned[], off[]}], of sources, or of the
+// groups that `groups` has by source id; id is -1 for the band of all others. `share`: lately, sofar or deviation, where
+// those that are furthest from their plan have bands. `off`: actual less planned, 0 where that is less than a sample.
+export function bandsOf(curves, points, share, groups) {
+  const lately = share === "lately";
+  const shares = lately ? sharesLately(curves, points) : curves.sources.map((source) => points.map((at) => source.actual_share[at]));
+  const drawn = lately ? sharesDrawn(curves, points, shares) : shares;
+  const plan = lately ? "target_share" : "expected_share";
+  const places = new Map(curves.sources.map((source, at) => [source, at]));
   const band = (id, alias, sources) => {
-    const own = sources.map((source) => shares[curves.sources.indexOf(source)]);
-    return {
-      id,
-      alias,
-      sources: sources.map((source) => source.id),
-      actual: points.map((_, place) => (own.every((each) => each[place] === null) ? null : sum(own.map((each) => each[place])))),
-      planned: points.map((at) => sum(sources.map((source) => source[planned][at]))),
-    };
+    const total = (of) => points.map((_, place) => {
+      const own = sources.map((source) => of[places.get(source)][place]);
+      return own.every((each) => each === null) ? null : sum(own);
+    });
+    const [actual, planned] = [total(shares), points.map((at) => sum(sources.map((source) => source[plan][at])))];
+    const off = actual.map((value, place) => {
+      const by = (value ?? 0) - planned[place];
+      return Math.abs(by) * curves.sample_index[points[place]] <= sources.length ? 0 : by;
+    });
+    return { id, alias, sources: sources.map((source) => source.id), of: sources, actual, planned, off, drawn: lately ? total(drawn) : actual };
   };
-  const bands = shown.map((source) => band(source.id, source.alias, [source]));
-  if (rest.length) bands.push(band(-1, `${rest.length} other sources`, rest));
+  const named = curves.sources.map((source) => ({ source, group: groups?.get(source.id) ?? source.alias }));
+  const all = groups
+    ? groupsOf(named).map(([name, of]) => band(`group ${name}`, name, of.map(({ source }) => source)))
+    : curves.sources.map((source) => band(source.id, source.alias, [source]));
+  const size = share === "deviation" ? ({ off }) => Math.abs(off.at(-1)) : ({ of }) => sum(of.map(({ tokens }) => tokens.at(-1)));
+  const { shown, rest } = chosen(all, size);
+  const others = rest.flatMap(({ of }) => of);
+  const bands = shown;
+  if (rest.length) bands.push(band(-1, `${others.length} other sources`, others));
   return bands;
 }
 
@@ -60,8 +86,8 @@ export function bandsOf(curves, points, soFar) {
 export function stacked(bands) {
   const levels = [];
   let below = null;
-  for (const { actual } of bands) {
-    below = actual.map((value, at) => (value === null ? null : value + (below?.[at] ?? 0)));
+  for (const { drawn } of bands) {
+    below = drawn.map((value, at) => (value === null ? null : value + (below?.[at] ?? 0)));
     levels.unshift(below);
   }
   return levels;

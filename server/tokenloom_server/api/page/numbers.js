@@ -15,7 +15,7 @@ export function compact(n) {
 export const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.0995 ? 2 : 1)}\u00a0%`;
 
 // A difference of shares, in percentage points.
-export const points = (difference) => `${difference < 0 ? "−" : "+"}${(Math.abs(difference) * 100).toFixed(2)}\u00a0pp`;
+export const points = (difference, unit = "\u00a0pp") => `${difference < 0 ? "−" : "+"}${(Math.abs(difference) * 100).toFixed(2)}${unit}`;
 
 export function lasting(seconds) {
   if (seconds < 10) return `${seconds.toFixed(1)}\u00a0s`;

@@ -1,7 +1,9 @@
 // The tab Sources: each source's shares, counters and losses.
 //
-// In the address: filter= (part of a name), sort= (a column) and down=1 (the greatest first).
+// In the address: filter= (part of a name), sort= (a column), down=1 (the greatest first), by=sources where there are
+// groups, and all=1 (no row is left out).
 
+import { MANY, groupRows, isCoarse, isGrouped, merged } from "./groups.js";
 import { LossChart, smallCurve } from "./loss_chart.js";
 import { shownPoints } from "./mix_data.js";
 import { ago, compact, dash, grouped, loss, percent, scaleFor } from "./numbers.js";
@@ -27,7 +29,7 @@ const COLUMNS = {
 // The filtered sources in the order that is asked for; what is not known comes last.
 export function sorted(sources, { filter = "", sort = "", down = "" }) {
   const part = filter.toLowerCase();
-  const shown = sources.filter(({ alias, spec }) => `${alias}\n${spec}`.toLowerCase().includes(part));
+  const shown = sources.filter(({ alias, spec, group }) => `${alias}\n${spec}\n${group}`.toLowerCase().includes(part));
   const value = Object.hasOwn(COLUMNS, sort) && COLUMNS[sort];
   if (!value) return shown;
   const sign = down ? -1 : 1;
@@ -57,6 +59,9 @@ export class SourcesTab extends View {
     this.slot("filter").addEventListener("input", (event) => this.change({ filter: event.target.value }));
     this.slot("sort").addEventListener("change", (event) => this.sortBy(event.target.value));
     this.slot("turn").addEventListener("click", () => this.change({ down: run.params.down ? "" : "1" }));
+    this.slot("groups").addEventListener("click", () => this.change({ by: "", filter: "" }));
+    this.slot("each").addEventListener("click", () => this.change({ by: "sources" }));
+    this.slot("more").addEventListener("click", () => this.change({ all: "1" }));
     for (const button of this.slot("table").tHead.querySelectorAll("button")) {
       this.slot("sort").append(new Option(button.textContent, button.dataset.sort));
     }
@@ -66,14 +71,36 @@ export class SourcesTab extends View {
 
   show(stats) {
     this.stats = stats;
-    this.text("count", stats.count === "real" ? "shares of real tokens, without padding" : "");
-    this.showSources(sorted([...stats.sources], this.run.params));
+    const real = stats.count === "real" ? "shares of real tokens, without padding" : "";
+    const samples = stats.window_samples ? `last window: ${grouped(stats.window_samples)} samples` : "";
+    this.text("count", [real, samples].filter(Boolean).join("; "));
+    this.showSources(this.rowsOf(stats.sources));
     this.showReported(stats.reported);
     this.showReaders(stats.readers);
     if (this.limit < stats.sources.length) {
       this.limit += ROWS_A_FRAME;
       requestAnimationFrame(() => this.show(this.stats));
     }
+  }
+
+  // Of many sources their groups, unless somebody looks for one; and of many rows the first, and the rest as one.
+  rowsOf(sources) {
+    const { params } = this.run;
+    const canGroup = isGrouped(sources, MANY);
+    const inGroups = canGroup && params.by !== "sources" && !params.filter;
+    this.hide("by", !canGroup);
+    this.slot("groups").setAttribute("aria-pressed", String(inGroups));
+    this.slot("each").setAttribute("aria-pressed", String(!inGroups));
+    const rows = sorted(inGroups ? groupRows(sources) : [...sources], params);
+    const shown = rows.length < sources.length && !inGroups ? `${rows.length} of ${sources.length}` : `${sources.length} sources`;
+    this.text("shown", inGroups ? `${shown} in ${rows.length} groups` : shown);
+    const cut = !params.all && rows.length > MANY + 1;
+    this.text("more", cut ? `Show all ${grouped(rows.length)}` : "");
+    this.hide("more", !cut);
+    if (!cut) return rows;
+    const top = params.sort ? rows : [...rows].sort((a, b) => b.tokens - a.tokens || a.id - b.id);
+    const rest = top.slice(MANY);
+    return [...top.slice(0, MANY), merged("rest", `${grouped(rest.length)} others`, rest)];
   }
 
   async refresh() {
@@ -130,12 +157,14 @@ export class SourcesTab extends View {
   }
 
   showSources(sources) {
-    this.text("shown", sources.length < this.stats.sources.length ? `${sources.length} of ${this.stats.sources.length}` : `${sources.length} sources`);
+    const column = (name) => this.stats.sources.map((source) => source[name]);
+    const coarse = isCoarse(column("window_share"), column("target_share"), this.stats.window_samples);
     const scale = scaleFor(Math.max(...sources.flatMap((s) => [s.expected_share, s.actual_share, s.window_share])));
     this.text("scale", `${scale * 100}\u00a0%`);
     const width = (share) => `${Math.min(1, share / scale) * 100}%`;
     keep(this.slot("sources"), this.rows, sources.slice(0, this.limit), (source) => source.id, "source", (row, source) => {
       row.text("alias", source.alias);
+      if (source.of && source.group) row.attribute("link", "href", this.run.href("sources", { ...this.run.params, by: "sources", filter: source.group }));
       row.text("spec", source.spec === source.alias ? "" : source.spec);
       row.notice("exhausted", source.exhausted ? "exhausted" : "");
       row.text("exhausted", source.exhausted ? "exhausted" : "", `${grouped(source.dropped_tokens)} tokens filled no sample`);
@@ -143,7 +172,8 @@ export class SourcesTab extends View {
       row.notice("bad", source.bad_rows ? `${compact(source.bad_rows)} bad rows` : "");
       row.notice("labels", source.label_share === null ? "" : source.label_share ? `${percent(source.label_share)} of labels count` : "no label counts");
       row.style("actual", "width", width(source.actual_share));
-      row.style("window", "width", width(source.window_share));
+      // What differs by whole samples alone is no deviation.
+      row.style("window", "width", width(coarse && source.window_share !== null ? source.target_share : source.window_share));
       row.style("expected", "left", width(source.expected_share));
       for (const name of ["target_share", "expected_share", "actual_share", "window_share"]) {
         const share = source[name];

@@ -1,10 +1,36 @@
-"""Which releases of client and server work together: those that are at most one minor version apart."""
+"""Which client and server work together: the version of the wire protocol, and releases."""
 
 from __future__ import annotations
 
 import re
 
 from tokenloom_proto.errors import ProtocolError
+
+# The version of the wire protocol. It stands in the name of the gRPC service, so peers of two versions never misread
+# each other: a call of another version finds no method, before anything is done.
+
+
+#: As in the package of ``dataloader.proto``.
+VERSION = 2
+_METHOD = re.compile(r"/tokenloom\.v([0-9]+)\.DataLoader/")
+
+
+def version_of(method: str) -> int | None:
+    """The version that a call of a method (``/package.service/name``) speaks; None for other services' methods."""
+    match = _METHOD.match(method)
+    return int(match[1]) if match else None
+
+
+def unknown_service(address: object, details: str) -> ProtocolError:
+    """What a client says of an address at which nobody knows the service of its version."""
+    return ProtocolError(
+        f"{address} does not speak version {VERSION} of Tokenloom's wire protocol, which this client speaks "
+        f"({details}): it is an older server, or not one of Tokenloom's; install the same release on both sides"
+    )
+
+
+# Which releases of client and server work together: those that are at most one minor version apart.
+
 
 #: A release as Join carries it. A development version (``0.2.0.dev3+g1a2b3c``) counts as the release that it leads to.
 _RELEASE = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})[0-9A-Za-z.+!-]{0,64}", re.ASCII)
