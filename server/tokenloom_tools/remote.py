@@ -21,6 +21,7 @@ from tokenloom_proto.credentials import (
     refuse_plaintext,
 )
 from tokenloom_server.errors import ConfigError, NotFound, TokenloomError
+from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.reports.runs import ChangedRun, RunList
 from tokenloom_server.reports.stats import MixtureInfo, NextLaunch, RevisionInfo, RunStats
 
@@ -183,6 +184,11 @@ class Remote:
     def report(self, run: str) -> RunReport:
         """What a model card needs to say about a run's data."""
         return self._ask(RunReport, f"{_path(run)}/report", timeout_s=_FORWARD_TIMEOUT_S)
+
+    def plan(self, run: str | None, tokens: int | None) -> RunPlan:
+        """What a run will be, from where it is; up to so many tokens of it, or to the end."""
+        path = f"{_path(self.only_run(run))}/plan{_query({'tokens': tokens})}"
+        return self._ask(RunPlan, path, timeout_s=_FORWARD_TIMEOUT_S)
 
     def mixture(self, run: str) -> MixtureInfo:
         """The mixture in force, and its revisions."""

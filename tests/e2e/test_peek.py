@@ -185,6 +185,11 @@ def test_the_command_shows_sources_documents_and_text(
         assert line["text"][:12].translate({10: 0x240A}) in table
     assert " 4 " in table
     assert " 6 " not in table
+    # Where lines are short, text comes before counts.
+    table = tokenloom("peek", server.url(run), "--at", 4, "--samples", 2, columns=80).output
+    assert max(map(len, table.splitlines())) <= 80 and "documents" not in table
+    for line in found[:2]:
+        assert line["text"][:12].translate({10: 0x240A}) in table
 
     texts = tokenloom("peek", server.url(run), "--at", 4, "--samples", 2, "--text").output
     assert all(line["text"] in texts for line in found[:2])

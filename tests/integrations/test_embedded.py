@@ -36,10 +36,10 @@ from tokenloom import (
     ServerUnavailable,
     SourceError,
     TokenloomError,
+    job_server,
 )
 from tokenloom.datasets.order import OrderDataset
-from tokenloom.job_server import child_process
-from tokenloom.job_server.child_process import machine, reachable_host, require_server
+from tokenloom.job_server import machine, reachable_host, require_server
 from tokenloom_server.api.grpc import join
 from torch.utils.data import DataLoader
 
@@ -128,7 +128,7 @@ def test_one_checkpoint_goes_on_in_every_mode(mixture: Path, tmp_path: Path) -> 
 def test_a_server_that_dies_is_started_again_and_the_ranks_go_on(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_process, "SOUND_S", 1000.0)  # however slow this machine is now
+    monkeypatch.setattr(job_server, "SOUND_S", 1000.0)  # however slow this machine is now
     with LocalDataset(sample(tmp_path / "alone"), 4) as dataset:
         expected = digests(dataset, 40)
     with RemoteDataset(mixture, 4, connection=ConnectionOptions(prefetch_steps=2)) as dataset:
@@ -208,7 +208,7 @@ def test_jobs_of_several_files_in_one_folder_may_start_at_once(mixture: Path) ->
 
     with ThreadPoolExecutor(2) as pool:
         started = pool.map(
-            lambda path: child_process.ChildServer(path, "127.0.0.1", 60.0), files.values()
+            lambda path: job_server.ChildServer(path, "127.0.0.1", 60.0), files.values()
         )
         found = dict(zip(files, started, strict=True))
     try:
@@ -224,14 +224,14 @@ def test_where_the_folder_is_read_only_each_launch_has_the_same_one_among_tempor
     """For there is the address that the last launch had."""
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = child_process._folder(mixture)
-    assert folder == child_process._folder(mixture)
+    folder = job_server._folder(mixture)
+    assert folder == job_server._folder(mixture)
     assert folder.is_relative_to(tmp_path)
-    assert folder != child_process._folder(mixture.with_name("other.yaml"))
+    assert folder != job_server._folder(mixture.with_name("other.yaml"))
     # What somebody else may have put there is not used.
     shutil.rmtree(folder.parent)
     folder.parent.symlink_to(mixture.parent)
-    assert child_process._folder(mixture).parent == tmp_path
+    assert job_server._folder(mixture).parent == tmp_path
 
 
 # --- Several ranks, and what is told to all of them --------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_ranks_on_several_machines_meet_at_the_address_that_is_told(
     )
     if own is None:
         pytest.skip("this machine has no address but the loopback's")
-    monkeypatch.setattr(child_process, "machine", lambda: str(threading.get_ident()))
+    monkeypatch.setattr(job_server, "machine", lambda: str(threading.get_ident()))
     monkeypatch.setenv("TOKENLOOM_HOST", own)
 
     def train(dataset: RemoteDataset) -> tuple[str, list[str]]:

@@ -21,6 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from support.catalog import SOURCES, spec_of
 from support.ports import free_port
 from support.s3_server import BUCKET, s3_storage
+from support.waiting import wait_for
 from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError
 from tokenloom_server.sources import files, manifest
@@ -30,7 +31,13 @@ from tokenloom_server.sources.open import open_source
 from tokenloom_server.storage import io_stats, remote
 from tokenloom_server.storage.file import Range
 from tokenloom_server.storage.hedged_read import HedgedRead, is_final, reason_of
-from tokenloom_server.storage.io_stats import COMMAND_S, IoStats, RetryPolicy, given_up_soon
+from tokenloom_server.storage.io_stats import (
+    COMMAND_S,
+    IoStats,
+    RetryPolicy,
+    given_up_soon,
+    waits_said,
+)
 from tokenloom_server.storage.remote import open_file
 
 Read = tuple[str, int, int]
@@ -468,3 +475,13 @@ def test_a_command_does_not_wait_as_long_as_a_run() -> None:
     with given_up_soon():
         assert IoStats().retry_policy.total_s == COMMAND_S
     assert IoStats().retry_policy.total_s == 300
+
+
+def test_storage_that_is_slow_while_a_run_is_brought_up_is_said_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(io_stats, "SAID_EVERY_S", 0.01)
+    with waits_said("wiki"), IoStats().waiting("s3://bucket/a.parquet"):
+        wait_for(lambda: len(caplog.messages) >= 2, "two lines of it")
+    said = "wiki: waiting for storage: s3://bucket/a.parquet (for "
+    assert all(message.startswith(said) for message in caplog.messages)

@@ -126,7 +126,7 @@ INTEGRATIONS = f"{CLIENT}.integrations"
 USES_CLIENT_AND_TORCH = f"{TOOLS}.demo"
 #: The server's part in a process that trains by itself: without a socket there is no wire to meet at. It is imported
 #: where a ``LocalDataset`` asks for it, and nowhere else, so that a trainer needs nothing of the server's.
-USES_SERVER = f"{CLIENT}.job_server.in_process"
+USES_SERVER = f"{CLIENT}.job_server"
 
 #: What lies at the edge stays there: these names may be imported by the units beside them only.
 EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
@@ -145,7 +145,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
                 f"{CLIENT}.connection",
                 f"{PROTO}.dataloader_pb2_grpc",
                 f"{PROTO}.resume",
-                f"{CLIENT}.job_server.in_process",
+                f"{CLIENT}.job_server",
             }
         ),
     ),
@@ -169,7 +169,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
                 ),  # layout: types alone
                 *(
                     f"{CLIENT}.connection.topology",
-                    f"{CLIENT}.job_server.child_process",
+                    f"{CLIENT}.job_server",
                 ),  # the process group, where one is
                 *(f"{CLIENT}.datasets.{name}" for name in ("local", "peer_line")),
                 *(f"{CLIENT}.datasets.{name}" for name in ("remote", "tensors", "training")),
@@ -192,7 +192,7 @@ PURE = tuple(
     f"{SERVER}.{name}"
     for name in (
         *("core", "mixing", "packing", "ledger.commands", "ledger.rules"),
-        *("order.batch_plans", "order.feed", "order.pipeline", "order.replay", "order.steps"),
+        *("order.batch_plans", "order.pipeline", "order.replay", "order.steps"),
         *("run.generation", "run.slots"),
         *(
             "run.active_generation",

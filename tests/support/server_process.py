@@ -231,14 +231,16 @@ class CommandLine:
     def __init__(self, folder: Path) -> None:
         self._output = folder / "output.txt"
 
-    def __call__(self, *arguments: object, folder: Path | None = None) -> Finished:
+    def __call__(
+        self, *arguments: object, folder: Path | None = None, columns: int = 120
+    ) -> Finished:
         self._output.unlink(missing_ok=True)
         process = server_forks().fork(
             MAIN,
             arguments,
             output=self._output,
             folder=folder or self._output.parent,
-            environment={"COLUMNS": "120", "NO_COLOR": "1"},
+            environment={"COLUMNS": str(columns), "NO_COLOR": "1"},
         )
         try:
             status = process.wait(COMMAND_DEADLINE_S)

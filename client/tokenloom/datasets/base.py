@@ -20,7 +20,7 @@ from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.server import RunServer, find_run
 from tokenloom.connection.stream import Connection
 from tokenloom.connection.topology import Topology, joins
-from tokenloom.job_server.child_process import LaunchServer, mixture_path
+from tokenloom.job_server import LaunchServer, mixture_path
 from tokenloom.snapshot import KEY, History, Loaded, Older, Point, Positioned
 
 if TYPE_CHECKING:

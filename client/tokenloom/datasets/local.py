@@ -14,8 +14,7 @@ from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.topology import resolve
 from tokenloom.datasets.base import TRAIN
 from tokenloom.datasets.training import TrainingDataset
-from tokenloom.job_server.child_process import mixture_path
-from tokenloom.job_server.in_process import InProcessServer
+from tokenloom.job_server import InProcessServer, mixture_path
 
 
 class LocalDataset(TrainingDataset):

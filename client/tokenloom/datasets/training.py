@@ -17,7 +17,7 @@ from tokenloom.connection.topology import ALONE, resolve
 from tokenloom.datasets.base import TRAIN, RunUrl, batches_of
 from tokenloom.datasets.order import CommittedDataset, OrderDataset
 from tokenloom.datasets.tensors import TensorBatches
-from tokenloom.job_server.child_process import mixture_path
+from tokenloom.job_server import mixture_path
 from tokenloom.snapshot import Point
 
 if TYPE_CHECKING:

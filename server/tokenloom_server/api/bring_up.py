@@ -35,6 +35,7 @@ from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.evaluation_streams import EvaluationStreams
 from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.timeouts import Timeouts
+from tokenloom_server.storage.io_stats import waits_said
 
 if TYPE_CHECKING:
     from tokenloom_server.workers.cluster.readers.link import RayReaders
@@ -78,6 +79,16 @@ class RunStarter:
         compared with its record. ``other`` finds another run of the server, for forks.
 
         Raises what ``builder.create`` and ``builder.load`` raise, and the ledger's errors."""
+        with waits_said(mixture.run):
+            return self._prepare(mixture, origin, reason, other)
+
+    def _prepare(
+        self,
+        mixture: RunConfig,
+        origin: MixtureOrigin,
+        reason: Reason | None,
+        other: Callable[[str], ResumePoints | None],
+    ) -> tuple[ServedRun, MixtureChange | None]:
         stored = self.ledger.read_run(mixture.run, TRAIN)
         factory = None
         if stored is None:

@@ -12,7 +12,7 @@ Who writes, and what a write has to name:
 | Move | ``ledger.copy`` of the tools | server epoch; where the run is from now on |
 | Acquire | ``run.leadership``; ``ledger.copy`` of the tools | its holder; gives the next server epoch |
 | Renew, Release | ``run.leadership``; ``ledger.copy`` of the tools | server epoch |
-| Open, Adopt | ``run.attempts``, ``run.opening`` | server epoch |
+| Open, Adopt | ``run.attempts``, ``run.join`` | server epoch |
 | ClaimSlot | ``run.attempts``, ``run.sessions`` | server epoch, generation |
 | Commit, ThinJournal | ``run.committer`` | server epoch; a commit its generation, too |
 | Revise, DropRevisions | ``run.revise`` | server epoch |

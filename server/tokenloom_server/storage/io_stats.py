@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import deque
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import ClassVar, Literal, NamedTuple
+
+from tokenloom_proto.threads import Loop
 
 from tokenloom_server.core.measures import StorageMeasures
 
@@ -40,6 +43,8 @@ COMMAND_S = 10.0
 AHEAD_BYTES = 256 << 20
 #: A wait for storage or readers of so long is named, seconds.
 NAMED_AFTER_S = 2.0
+#: Between two lines that say which storage is waited for, seconds.
+SAID_EVERY_S = 5.0
 #: So many reads of a size are remembered, and so many are needed to say what is usual.
 _REMEMBERED, _TELLING = 64, 8
 
@@ -63,6 +68,12 @@ class Wait:
         last = "the last one failed: " if self.reason == "storage" else ""
         trouble = f"; {last}{self.trouble}" if self.trouble else ""
         return f"{self.reason}: {self.name} (for {monotonic() - self.since:.0f} s{tries}{trouble})"
+
+
+@functools.cache
+def waits() -> dict[int, Wait]:
+    """All of this process, by their identity."""
+    return {}
 
 
 class IoStats:
@@ -110,12 +121,12 @@ class IoStats:
         """For as long as somebody waits for a file; ``name`` is how people know it."""
         wait = Wait(name, monotonic(), at_once=at_once, reason=reason)
         with self._lock:
-            self._waits[id(wait)] = wait
+            self._waits[id(wait)] = waits()[id(wait)] = wait
         try:
             yield wait
         finally:
             with self._lock:
-                del self._waits[id(wait)]
+                del self._waits[id(wait)], waits()[id(wait)]
 
     def longest_wait(self, least_s: float = NAMED_AFTER_S) -> Wait | None:
         """What has been waited for longest, and at least so long."""
@@ -174,6 +185,26 @@ class IoStats:
     def release(self, length: int) -> None:
         with self._lock:
             self._ahead -= length
+
+
+@contextmanager
+def waits_said(run: str = "") -> Iterator[None]:
+    """Meanwhile the log says every few seconds what this process has waited for longest, if it waits for storage."""
+
+    def say() -> bool:
+        if watcher.ending.wait(SAID_EVERY_S):
+            return False
+        wait = min([*waits().values()], key=lambda wait: wait.since, default=None)
+        if wait is not None:
+            _log.warning("%swaiting for %s", run and f"{run}: ", wait.text())
+        return True
+
+    watcher = Loop("waits", say, run)
+    watcher.start()
+    try:
+        yield
+    finally:
+        watcher.end(timeout_s=1)
 
 
 @contextmanager

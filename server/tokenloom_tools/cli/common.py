@@ -113,7 +113,6 @@ RUN_LOGS = (
     "api.bring_up",
     "api.grpc.servicer",
     "order.builder",
-    "order.run_engine",
 )
 #: How the threads of a run are named.
 _RUN_THREAD = re.compile(

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from tokenloom_tools.peek.stream import PeekView
 
 
+#: Lines of fewer characters have no room for counts beside the text, and for so much of a source's name.
+_WIDE, _NAME = 100, 20
+
+
 def peek(
     url: Url,
     at: Annotated[
@@ -66,8 +70,15 @@ def _print_samples(view: PeekView) -> None:
     out = console()
     out.print(f"{view.run}: {view.committed:,} samples are committed")
     table = Table(expand=True)
-    for heading in ("sample", "source", "tokens", "documents"):
-        table.add_column(heading, justify="left" if heading == "source" else "right", no_wrap=True)
+    is_narrow = out.width < _WIDE
+    headings = ("sample", "source") if is_narrow else ("sample", "source", "tokens", "documents")
+    for heading in headings:
+        table.add_column(
+            heading,
+            justify="left" if heading == "source" else "right",
+            no_wrap=True,
+            max_width=_NAME if is_narrow and heading == "source" else None,
+        )
     of_rows = any(sample.row is not None for sample in view.samples)
     table.add_column(
         "row" if of_rows else "text" if view.decode else "ids",
@@ -77,9 +88,8 @@ def _print_samples(view: PeekView) -> None:
     )
     for sample in view.samples:
         begin = escaped(sample.text(view.decode, out.width))
-        table.add_row(
-            f"{sample.index:,}", sample.source, f"{sample.tokens:,}", f"{sample.documents:,}", begin
-        )
+        counts = () if is_narrow else (f"{sample.tokens:,}", f"{sample.documents:,}")
+        table.add_row(f"{sample.index:,}", sample.source, *counts, begin)
     out.print(table)
 
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from tokenloom_server.errors import ConfigError, reason
+from tokenloom_server.storage.io_stats import waits_said
 
 from tokenloom_tools.cli.common import console, print_document, print_notes, set_up_logging
-from tokenloom_tools.cli.options import Mixture, MixtureOptions
+from tokenloom_tools.cli.options import MixtureOptions, ReadAccess
+
+if TYPE_CHECKING:
+    from tokenloom_server.planning.plan import RunPlan
+
+_Subject = Annotated[
+    str | None,
+    typer.Argument(
+        help="A mixture file (YAML); or a server, or the URL of a run, to plan from where it is.",
+        metavar="MIXTURE.yaml|URL",
+    ),
+]
 
 
+@waits_said()
 def plan(
-    mixture: Mixture = None,
+    mixture: _Subject = None,
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -30,32 +45,28 @@ def plan(
     ] = None,
     *,
     mixture_options: MixtureOptions,
+    access: ReadAccess,
 ) -> None:
-    """Say what a run will be, before it: when each source runs out, epochs, shares over time, and when it ends.
+    """Say what a run will be, before it or from where it is: when sources run out, epochs, shares over time, its end.
 
     Reads the sources' headers and a sample of their rows, so it takes seconds, whatever their size and however many
     tokens are planned. Beyond two million samples, drawn policies are planned at their mean.
     """
     from tokenloom_server.core.amounts import parse_amount
-    from tokenloom_server.order import builder
-    from tokenloom_server.order.notes import label_notes
-    from tokenloom_server.order.timeline import Timeline
-    from tokenloom_server.planning.planner import Planner
 
     set_up_logging("warning")
     until = None if tokens is None else parse_amount(tokens, "--tokens")
     form = None if picture is None else _picture_format(picture)
-    run_config, _, base_dir = mixture_options.load(mixture)
-    with console(stderr=True).status("opening sources and tokeniser") as status:
-        factory = builder.create(run_config, base_dir, None, mixture_options.roots())
-        timeline = Timeline(factory)
-        planner = Planner(lambda name: status.update(f"measuring {name}"))
-        made = planner.plan(timeline, timeline.initial(), until)
+    notes: Sequence[tuple[bool, str]] = ()
+    if mixture is not None and _is_server(mixture):
+        made = access.connect(mixture).plan(mixture_options.run, until)
+    else:
+        made, notes = _planned(mixture_options, Path(mixture) if mixture else None, until)
     if picture is not None and form is not None:
         from tokenloom_tools.plan.picture import draw
 
         _write(picture, draw(made, form))
-    print_notes(console(stderr=as_json), label_notes(factory))
+    print_notes(console(stderr=as_json), notes)
     if as_json:
         print_document(made.model_dump_json(indent=2))
         return
@@ -66,6 +77,28 @@ def plan(
         out.print(part)
     if picture is not None:
         out.print(f"the picture is {picture}")
+
+
+def _is_server(text: str) -> bool:
+    """Whether that is the address of a server, and no file."""
+    return "://" in text or (re.search(r":\d+(/|$)", text) is not None and not Path(text).exists())
+
+
+def _planned(
+    options: MixtureOptions, mixture: Path | None, until: int | None
+) -> tuple[RunPlan, Sequence[tuple[bool, str]]]:
+    """The plan of a mixture, and what is to be said of it."""
+    from tokenloom_server.order import builder
+    from tokenloom_server.order.notes import label_notes
+    from tokenloom_server.order.timeline import Timeline
+    from tokenloom_server.planning.planner import Planner
+
+    run_config, _, base_dir = options.load(mixture)
+    with console(stderr=True).status("opening sources and tokeniser") as status:
+        factory = builder.create(run_config, base_dir, None, options.roots())
+        timeline = Timeline(factory)
+        planner = Planner(lambda name: status.update(f"measuring {name}"))
+        return planner.plan(timeline, timeline.initial(), until), [*label_notes(factory)]
 
 
 def _picture_format(path: Path) -> Literal["svg", "png"]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.storage.io_stats import given_up_soon
+from tokenloom_server.storage.io_stats import given_up_soon, waits_said
 
 from tokenloom_tools.cli.common import console, print_document, print_notes, set_up_logging
 from tokenloom_tools.cli.options import PANEL, Mixture, MixtureOptions
@@ -34,6 +34,7 @@ _HELP = {
 
 
 @given_up_soon()
+@waits_said()
 def validate(
     mixture: Mixture = None,
     *,

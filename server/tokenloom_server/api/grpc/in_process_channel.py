@@ -49,11 +49,12 @@ class InProcessChannel(grpc.Channel):
             with pool(1, "call") as thread:
                 work = thread.submit(self._loader.respond, name, data, made)
                 try:
-                    return response_deserializer(work.result())
-                except Exception as error:
-                    raise _failure(self._loader, name, error) from None
+                    error = work.exception()
                 finally:
                     made.active = False
+            if isinstance(error, Exception):
+                raise _failure(self._loader, name, error) from None
+            return response_deserializer(work.result())
 
         return call
 

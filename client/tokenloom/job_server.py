@@ -1,8 +1,7 @@
-"""``tokenloom serve`` as a child of this process: started, looked after, and ended with it.
+"""The server that a training job starts for itself, where it is given a mixture file in place of an address.
 
-A process of its own, so that it does not share the interpreter's lock with the training. It is killed by the kernel
-when this process dies, and takes its address up again when the job is restarted on the same machine: who has the
-address may take the lease over at once, so nobody waits for that to lapse.
+In: the path of a mixture file. Out: the address and the credentials that a dataset joins with. A child process serves
+all ranks of a launch; ``InProcessServer`` serves one process without a socket, and is all that imports the server.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from tokenloom.connection.topology import Topology, default_store, value_of
 from tokenloom.errors import ServerUnavailable
 
 if TYPE_CHECKING:
+    import grpc
     from torch.distributed.distributed_c10d import Store
 
 
@@ -69,6 +69,13 @@ def require_server(mixture: Path, needed: Iterable[str] = _NEEDED) -> None:
             "server wants Python 3.11 or newer and its packages, pip install 'tokenloom[server]'. Or give the address "
             "of a server that runs elsewhere, grpc://HOST:PORT/RUN"
         )
+
+
+# ``tokenloom serve`` as a child of this process: started, looked after, and ended with it.
+#
+# A process of its own, so that it does not share the interpreter's lock with the training. It is killed by the kernel
+# when this process dies, and takes its address up again when the job is restarted on the same machine: who has the
+# address may take the lease over at once, so nobody waits for that to lapse.
 
 
 log = logging.getLogger("tokenloom")
@@ -569,3 +576,44 @@ def _store(topology: Topology) -> Store | None:
             "start the server yourself and give its address, grpc://HOST:PORT/RUN"
         )
     return store
+
+
+# The server's part in this process, called without a socket: what ``LocalDataset`` reads from.
+#
+# The one place where the client imports the server, and only when it is asked to: who trains with a server elsewhere
+# needs none of that installed.
+
+
+class InProcessServer(RunServer):
+    """A mixture file's run within this process. It begins with the first ``connect``, so that a ``DataLoader``'s worker
+    has it where the batches are read."""
+
+    in_job = True
+
+    def __init__(self, mixture: Path) -> None:
+        """Reads the mixture file. Raises ``ConfigError``."""
+        require_server(mixture)
+        from tokenloom_server.api.local import LocalServer
+
+        self._server = LocalServer(mixture)
+        super().__init__(
+            Address((str(mixture),), self._server.run, connect=self.connect), Credentials()
+        )
+        self._channel: grpc.Channel | None = None
+        self._pid: int | None = None
+
+    def connect(self) -> grpc.Channel:
+        """To the run, which is brought up where it was not. Raises what is wrong with sources, tokeniser and
+        mixture."""
+        if (
+            self._channel is None or self._pid != os.getpid()
+        ):  # a forked child has none of its parent's threads
+            self._channel = self._server.start()
+            self._pid = os.getpid()
+        return self._channel
+
+    def close(self) -> None:
+        """Ends the run's threads; bounded."""
+        if self._pid == os.getpid():
+            self._server.close()
+        self._channel = self._pid = None
