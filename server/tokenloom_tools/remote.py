@@ -180,9 +180,9 @@ class Remote:
         """What a model card needs to say about a run's data."""
         return self._ask(RunReport, f"{_path(run)}/report", timeout_s=_FORWARD_TIMEOUT_S)
 
-    def plan(self, tokens: int | None) -> RunPlan:
+    def plan(self, run: str, tokens: int | None) -> RunPlan:
         """What a run will be, from where it is; up to so many tokens of it, or to the end."""
-        path = f"{_path(self.only_run())}/plan{_query({'tokens': tokens})}"
+        path = f"{_path(run)}/plan{_query({'tokens': tokens})}"
         return self._ask(RunPlan, path, timeout_s=_FORWARD_TIMEOUT_S)
 
     def mixture(self, run: str) -> MixtureInfo:

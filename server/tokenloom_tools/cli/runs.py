@@ -62,15 +62,15 @@ def runs(
     if [add, reload, remove].count(None) < 2:
         raise ConfigError("give at most one of --add, --reload and --remove")
     if add is not None:
-        done, what = server.add_run(file=str(add.absolute()), **why), "added, from {}"
+        done, text = server.add_run(file=str(add.absolute()), **why), "added, from {}"
     elif reload is not None:
-        done, what = server.reload_run(reload, **why), "reloaded, from {}"
+        done, text = server.reload_run(reload, **why), "reloaded, from {}"
     elif remove is not None:
-        done, what = server.remove_run(remove), "removed; the ledger keeps it"
+        done, text = server.remove_run(remove), "removed; the ledger keeps it"
     else:
         _list(server, as_json)
         return
-    say(f"{done.run}: {what.format(done.origin)}. {done.note}")
+    say(f"{done.run}: {text.format(done.origin)}. {done.note}")
 
 
 def _list(server: Remote, as_json: bool) -> None:
