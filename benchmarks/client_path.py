@@ -198,11 +198,13 @@ def serve(case: Case) -> None:
 def train(port: int, case: Case, rank: int, ranks: int, seconds: float) -> None:
     """A trainer that uses nothing but the public interface; prints its figures as JSON."""
     import torch
-    from tokenloom import RemoteDataset
+    from tokenloom import LaunchOptions, RemoteDataset
 
     torch.set_num_threads(1)
     url = f"grpc://127.0.0.1:{port}/{RUN}"
-    with RemoteDataset(url, case.batch_size, rank=rank, world_size=ranks, attempt="a") as dataset:
+    with RemoteDataset(
+        url, case.batch_size, rank=rank, world_size=ranks, launch=LaunchOptions(attempt="a")
+    ) as dataset:
         batches = iter(dataset)
         for _ in range(WARM_UP_STEPS):
             next(batches)

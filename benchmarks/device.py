@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenloom import RemoteDataset
+from tokenloom import LaunchOptions, RemoteDataset
 from tokenloom.batch.layout import Layout, StepNumbers
 from tokenloom.batch.packed import Message
 from tokenloom.batch.tensors import TensorMaker, Transfer
@@ -234,9 +234,15 @@ def check(case: str, device: torch.device, steps: int) -> None:
     with server(case) as url:
         options: dict[str, Any] = {"rank": 0, "world_size": 1}
         with (
-            RemoteDataset(url, CASES[case].batch_size, attempt="a", **options) as plain,
             RemoteDataset(
-                url, CASES[case].batch_size, attempt="b", device=device, **options
+                url, CASES[case].batch_size, launch=LaunchOptions(attempt="a"), **options
+            ) as plain,
+            RemoteDataset(
+                url,
+                CASES[case].batch_size,
+                launch=LaunchOptions(attempt="b"),
+                device=device,
+                **options,
             ) as moved,
         ):
             for step, expected, batch in zip(range(steps), plain, moved, strict=False):

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import yaml
-from tokenloom import RemoteDataset
+from tokenloom import LaunchOptions, RemoteDataset
 
 from benchmarks.processes import Board, Processes, serve
 from benchmarks.results import Figures, Result, Row, show
@@ -110,7 +110,9 @@ def take(url: str, rank: int, board: Path) -> None:
     """A rank that takes batches until it is ended; the board counts bytes as tokens."""
     torch.set_num_threads(1)
     cells = np.memmap(board, np.int64, "r+").reshape(-1, 3)[rank]
-    for batch in RemoteDataset(url, rank=rank, world_size=RANKS, attempt="bench"):
+    for batch in RemoteDataset(
+        url, rank=rank, world_size=RANKS, launch=LaunchOptions(attempt="bench")
+    ):
         latent: torch.Tensor = batch["latent"]  # type: ignore[typeddict-item]
         assert latent.shape[1:] == SHAPE
         cells[Board.TOKENS] += latent.nbytes

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
-from tokenloom import RemoteDataset
+from tokenloom import LaunchOptions, RemoteDataset
 
 from benchmarks import corpora
 from benchmarks.corpora import CACHE, W2
@@ -122,7 +122,11 @@ def _take(served: Served, state: dict[str, str] | None, seconds: float) -> Figur
     ranks = []
     for rank in range(2):
         url = f"grpc://{served.grpc}/large"
-        ranks.append(RemoteDataset(url, BATCH_SIZE, rank=rank, world_size=2, attempt=attempt))
+        ranks.append(
+            RemoteDataset(
+                url, BATCH_SIZE, rank=rank, world_size=2, launch=LaunchOptions(attempt=attempt)
+            )
+        )
         if state is not None:
             ranks[-1].load_state_dict(state)
     streams = [iter(rank) for rank in ranks]

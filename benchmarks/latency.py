@@ -37,7 +37,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import yaml
-from tokenloom import RemoteDataset
+from tokenloom import LaunchOptions, RemoteDataset
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.catalog import open_catalog
@@ -134,7 +134,7 @@ def _first_batch(
         BATCH_SIZE,
         rank=0,
         world_size=RANKS,
-        attempt=uuid.uuid4().hex,
+        launch=LaunchOptions(attempt=uuid.uuid4().hex),
         resume=resume,
     )
     if state is not None:

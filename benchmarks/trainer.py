@@ -17,7 +17,7 @@ from types import FrameType
 
 import numpy as np
 import torch
-from tokenloom import RemoteDataset
+from tokenloom import LaunchOptions, RemoteDataset
 
 #: A wait of so long makes the trainer late.
 LATE_S = 0.001
@@ -90,7 +90,7 @@ def main() -> None:
             options.batch_size,
             rank=options.rank,
             world_size=options.world_size,
-            attempt=options.attempt,
+            launch=LaunchOptions(attempt=options.attempt),
         )
         take(dataset, cells, options.pace, asked, waited)
         cells[2] = 1

@@ -24,7 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tokenloom import NumpyDataset
+from tokenloom import LaunchOptions, NumpyDataset
 
 Params = dict[str, jax.Array]
 
@@ -46,7 +46,7 @@ def main(options: argparse.Namespace) -> None:
         options.batch_size,
         rank=jax.process_index(),
         world_size=jax.process_count(),
-        attempt=attempt,
+        launch=LaunchOptions(attempt=attempt),
         resume=options.resume,
     )
     mesh = Mesh(jax.devices(), ("data",))

@@ -9,16 +9,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tokenloom_proto import errors as _shared_errors
-from tokenloom_proto.errors import *  # noqa: F403
 from tokenloom_proto.versions import own_release as _own_release
 
+from tokenloom import errors as _errors
 from tokenloom.batch.layout import Batch, NumpyBatch
 from tokenloom.clock.tokens import TokenBudget, TokenProgress
 from tokenloom.connection.join import Source
 from tokenloom.connection.options import ConnectionOptions
+from tokenloom.connection.topology import LaunchOptions
 from tokenloom.datasets.arrays import NumpyDataset
-from tokenloom.errors import EndOfData, ServerUnavailable
+from tokenloom.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     __version__: str
@@ -31,15 +31,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "ConnectionOptions",
-    "EndOfData",
     "EvaluationDataset",
+    "LaunchOptions",
     "LocalDataset",
     "MeanLosses",
     "NumpyBatch",
     "NumpyDataset",
     "PeekDataset",
     "RemoteDataset",
-    "ServerUnavailable",
     "Source",
     "SourceLoss",
     "TokenBudget",
@@ -47,7 +46,7 @@ __all__ = [
     "TokenProgress",
     "mean_loss",
     "token_losses",
-    *_shared_errors.__all__,
+    *_errors.__all__,
 ]
 
 #: The names that need torch, and the modules that have them.

@@ -1,8 +1,13 @@
-"""The errors of the client alone. Those that a server sends stand in ``tokenloom_proto.errors``."""
+"""All errors that a dataset raises: those that a server sends, and the client's own."""
 
 from __future__ import annotations
 
+from tokenloom_proto import errors as _shared
+from tokenloom_proto.errors import *  # noqa: F403
 from tokenloom_proto.errors import TokenloomError
+from tokenloom_proto.errors import named as named
+
+__all__ = ["ServerUnavailable", *_shared.__all__]
 
 
 class ServerUnavailable(TokenloomError):
@@ -11,19 +16,3 @@ class ServerUnavailable(TokenloomError):
     Look whether the server runs and its address is right; the connection's timeouts say for how long it is waited
     for.
     """
-
-
-class EndOfData(TokenloomError):
-    """The data ended, and the dataset was made with ``at_end="raise"``.
-
-    Nothing: ``reason`` says why. Without ``at_end="raise"`` the iteration stops instead.
-    """
-
-    def __init__(
-        self, message: str, *, reason: str = "", sample_index: int = 0, total_tokens: int = 0
-    ) -> None:
-        super().__init__(message)
-        self.reason = reason
-        """Why they ended, in the server's words."""
-        self.sample_index = sample_index
-        self.total_tokens = total_tokens

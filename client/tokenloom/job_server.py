@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import CONTROL_VARIABLE, Credentials
-from tokenloom_proto.errors import TokenloomError, named
 from tokenloom_proto.files import resolved
 from tokenloom_proto.threads import Background
 
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.topology import Topology, default_store, value_of
-from tokenloom.errors import ServerUnavailable
+from tokenloom.errors import ServerUnavailable, TokenloomError, named
 
 if TYPE_CHECKING:
     import grpc

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tokenloom_proto.errors import SnapshotInvalid
 from tokenloom_proto.resume import KEY as KEY
 from tokenloom_proto.resume import (
     OLDER_KEYS,
@@ -31,6 +30,8 @@ from tokenloom_proto.seal import (
     seal,
     unseal,
 )
+
+from tokenloom.errors import SnapshotInvalid
 
 log = logging.getLogger("tokenloom")
 

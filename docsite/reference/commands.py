@@ -14,10 +14,8 @@ from docsite.reference.markdown import link, prose, table
 #: The page about what a command is for.
 GUIDES = {
     "checkpoint": "checkpoint-files.md",
-    "config": "options.md#options-from-the-environment-and-a-file",
     "demo": "quick-start.md",
     "examples": "install.md",
-    "export": "export.md",
     "fork": "forks.md",
     "import": "from-mosaic.md",
     "init": "mixture-file.md#from-a-folder",
@@ -26,14 +24,12 @@ GUIDES = {
     "peek": "inspecting.md",
     "plan": "plans.md",
     "prepare": "prepare.md",
-    "report": "receipts.md",
     "restore": "checkpoints.md#restore-to-an-earlier-sample",
     "runs": "many-runs.md#add-and-remove-runs",
     "schema": "mixture-file.md#in-an-editor",
     "serve": "running.md",
     "stats": "running.md#look-at-a-run",
     "token": "access.md",
-    "trace": "inspecting.md",
     "validate": "mixture-file.md",
     "verify": "receipts.md",
 }

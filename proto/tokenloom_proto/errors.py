@@ -186,8 +186,9 @@ class AttemptUsed(TokenloomError, grpc="ALREADY_EXISTS", http=409):
 
     #: What to do about it.
     remedy: ClassVar[str] = (
-        "An attempt id is used once: start each launch, restarts included, with an attempt= of its own, the same on "
-        "all ranks. Processes that are started again within a SLURM job step have the id of those before: give it there"
+        "An attempt id is used once: start each launch, restarts included, with LaunchOptions(attempt=…) of its own, "
+        "the same on all ranks. Processes that are started again within a SLURM job step have the id of those before: "
+        "give it there"
     )
 
 
@@ -228,7 +229,7 @@ class ResumePointNeeded(TokenloomError, grpc="FAILED_PRECONDITION", http=409):
 class SnapshotInvalid(TokenloomError, ValueError, grpc="INVALID_ARGUMENT", http=422):
     """A snapshot is torn, of another version, or of another run, seed, tokeniser, data or config.
 
-    Take the checkpoint of this run, whole; ``tokenloom checkpoint show`` says what is in a file.
+    Take the checkpoint of this run, whole; ``tokenloom checkpoint`` says what is in a file.
     """
 
 
@@ -242,7 +243,7 @@ class BeyondHorizon(TokenloomError, grpc="OUT_OF_RANGE", http=416):
 class NotFound(TokenloomError, grpc="NOT_FOUND", http=404):
     """No such run, stream or snapshot.
 
-    Check the name in the address; ``tokenloom runs list`` shows those that the server has.
+    Check the name in the address; ``tokenloom runs`` shows those that the server has.
     """
 
 

@@ -53,13 +53,12 @@ class Remote:
         environment: Mapping[str, str],
         *,
         token_file: Path | None = None,
-        files: TlsFiles = NO_FILES,
         control: bool = False,
     ) -> None:
         """``url`` is what the server printed. The token is that of the file, else of the environment: the one for
-        reading first, or with ``control`` the one for everything. Raises ``ConfigError``, also where the token would
-        travel unencrypted to another machine."""
-        files = files.or_of(environment)
+        reading first, or with ``control`` the one for everything; files of TLS are the environment's. Raises
+        ``ConfigError``, also where the token would travel unencrypted to another machine."""
+        files = TlsFiles().or_of(environment)
         try:
             address = ServerAddress.parse(url)
             self.url = f"http{'s' * address.is_tls(files != NO_FILES)}://{address.targets[0]}"
@@ -80,19 +79,19 @@ class Remote:
             self._opener = rest.opener(self.url, files)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"--tls-ca {files.ca}, --tls-cert {files.cert} and --tls-key {files.key}: expected PEM files, the key "
-                f"without a passphrase ({error})"
+                f"TOKENLOOM_TLS_CA {files.ca}, TOKENLOOM_TLS_CERT {files.cert} and TOKENLOOM_TLS_KEY {files.key}: "
+                f"expected PEM files, the key without a passphrase ({error})"
             ) from None
 
-    def stats(self, run: str | None) -> list[RunStats]:
-        """The figures of one run, or of all that are still there. Raises ``ServerUnreachable``, ``NotFound``,
-        ``Unauthenticated``."""
+    def stats(self) -> list[RunStats]:
+        """The figures of the run that the address names, or of all that are still there. Raises ``ServerUnreachable``,
+        ``NotFound``, ``Unauthenticated``."""
         figures = []
-        for name in self._named(run):
+        for name in self._named():
             try:
                 figures.append(self._ask(RunStats, f"{_path(name)}/stats"))
             except NotFound:
-                if run or self.run:
+                if self.run:
                     raise
                 # One of all was removed meanwhile.
         return figures
@@ -134,22 +133,18 @@ class Remote:
         """Removes a run from the server; the ledger keeps it."""
         return self._ask(ChangedRun, _path(run), method="DELETE", timeout_s=_REVISE_TIMEOUT_S)
 
-    def only_run(self, run: str | None, remedy: str = "name one by --run") -> str:
-        """``run``, or the only one that the server has. Raises ``ConfigError`` with the remedy where it has several."""
-        names = self._named(run)
+    def only_run(self, otherwise: str = "") -> str:
+        """The run that the address names, else ``otherwise``, else the only one that the server has. Raises
+        ``ConfigError`` where it has several."""
+        names = self._named(otherwise)
         if len(names) != 1:
             raise ConfigError(
-                f"{self.url} serves {len(names)} runs: {', '.join(names) or 'none'}; {remedy}"
+                f"{self.url} serves {len(names)} runs: {', '.join(names) or 'none'}; name one: {self.url}/RUN"
             )
         return names[0]
 
-    def _named(self, run: str | None) -> list[str]:
-        """The run that an option or the address names, else all. Raises ``ConfigError`` where these are two."""
-        if run is not None and self.run not in ("", run):
-            raise ConfigError(
-                f"{self.url}/{self.run} names the run {self.run!r}, and the option {run!r}; name it once"
-            )
-        named = run or self.run
+    def _named(self, otherwise: str = "") -> list[str]:
+        named = self.run or otherwise
         return [named] if named else self.about().runs
 
     def trace_sample(self, run: str, index: int, **query: int | bool | str | None) -> TracedSample:
@@ -185,9 +180,9 @@ class Remote:
         """What a model card needs to say about a run's data."""
         return self._ask(RunReport, f"{_path(run)}/report", timeout_s=_FORWARD_TIMEOUT_S)
 
-    def plan(self, run: str | None, tokens: int | None) -> RunPlan:
+    def plan(self, run: str, tokens: int | None) -> RunPlan:
         """What a run will be, from where it is; up to so many tokens of it, or to the end."""
-        path = f"{_path(self.only_run(run))}/plan{_query({'tokens': tokens})}"
+        path = f"{_path(run)}/plan{_query({'tokens': tokens})}"
         return self._ask(RunPlan, path, timeout_s=_FORWARD_TIMEOUT_S)
 
     def mixture(self, run: str) -> MixtureInfo:

@@ -13,6 +13,7 @@ from support.memory_service import MemoryService, run_stats
 from support.page import HEIGHT, PATIENCE_MS, RUN, WIDTH, watched
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.served_run import ServedRun
+from tokenloom_tools.routes.catalog import tool_routes
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +30,7 @@ def shared() -> Iterator[tuple[MemoryService, RestServer]]:
     service = MemoryService()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: "Loom.example")  # the machine's
-        server = RestServer("127.0.0.1", 0)
+        server = RestServer("127.0.0.1", 0, routes=tool_routes)
         server.start(service, grpc_address="127.0.0.1:50051")
         # It is made ready by the first who asks.
         assert httpx.get(f"{server.url}healthz", trust_env=False, timeout=60).status_code == 200
@@ -64,7 +65,7 @@ def page(window: Page, server: RestServer) -> Iterator[Page]:
 def lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServedRun, str]]:
     """A run that was trained, revised and taken back, with a history of 24 points; and the URL of its server."""
     with lived_run(tmp_path_factory.mktemp("lived"), 24) as (place, served):
-        server = RestServer("127.0.0.1", 0)
+        server = RestServer("127.0.0.1", 0, routes=tool_routes)
         server.start(place.runs)
         yield served, server.url
         server.stop(timeout=2)

@@ -10,6 +10,7 @@ from support.memory_service import MemoryService, run_stats
 from support.page import RUN, open_tab, opened
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.rest.server import RestServer
+from tokenloom_tools.routes.catalog import tool_routes
 
 CONTROL, READ = "control-token-0123456789", "read-token-0123456789abc"
 
@@ -19,7 +20,7 @@ def address() -> Iterator[tuple[str, MemoryService]]:
     """The page of a server that wants a token."""
     service = MemoryService()
     service.put(run_stats(RUN))
-    server = RestServer("127.0.0.1", 0, Access(CONTROL, READ))
+    server = RestServer("127.0.0.1", 0, Access(CONTROL, READ), routes=tool_routes)
     server.start(service)
     yield server.url, service
     server.stop(timeout=2)

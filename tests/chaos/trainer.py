@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tokenloom
 from support.forks import Fork, Forks
-from tokenloom import ConnectionOptions
+from tokenloom import ConnectionOptions, LaunchOptions
 
 from chaos.records import record_type
 
@@ -117,9 +117,8 @@ def train(plan: RankPlan) -> None:
         plan.batch_size,
         rank=plan.rank,
         world_size=plan.world_size,
-        attempt=plan.attempt,
+        launch=LaunchOptions(attempt=plan.attempt, takeover=plan.takeover),
         resume=plan.resume or None,
-        takeover=plan.takeover,
         connection=ConnectionOptions(
             prefetch_steps=plan.prefetch_steps,
             connect_timeout_s=RANK_PATIENCE_S,

@@ -25,7 +25,7 @@ def completed(line: str) -> list[str]:
 def test_commands_and_options_are_completed() -> None:
     assert completed("tokenloom val") == ["validate"]
     assert completed("tokenloom stats --js") == ["--json"]
-    assert completed("tokenloom mixture pa") == ["pause"]
+    assert completed("tokenloom mixture ap") == ["apply"]
 
 
 def test_a_shell_gets_the_script(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import tokenloom_server.errors
 from fake_server import Script, serving
 from support.corpora import CODE, WIKI, flat, write_corpus
 from support.served import RUN, Place, over_grpc
-from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom import ConnectionOptions, LaunchOptions, RemoteDataset
 from tokenloom_proto.errors import TokenloomError, named
 
 
@@ -73,7 +73,11 @@ def test_what_all_ranks_of_a_launch_get_rank_0_says_in_full_and_the_others_short
                 """What each rank's error says."""
 
                 def rank_of(rank: int) -> str:
-                    options = {"rank": rank, "world_size": 2, "attempt": attempt}
+                    options = {
+                        "rank": rank,
+                        "world_size": 2,
+                        "launch": LaunchOptions(attempt=attempt),
+                    }
                     with RemoteDataset(f"grpc://{address}/{RUN}", 2, **options) as dataset:  # type: ignore[arg-type]
                         try:
                             for _ in zip(range(steps), dataset, strict=False):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_server import Script, serving
-from tokenloom import ConnectionOptions, Forbidden, RemoteDataset, Unauthenticated
+from tokenloom import ConnectionOptions, Forbidden, LaunchOptions, RemoteDataset, Unauthenticated
 from tokenloom_proto.credentials import Credentials, TlsFiles, read_secret
 
 TOKEN = "a-token-0123456789"
@@ -73,19 +73,29 @@ def test_a_dataset_refuses_before_it_contacts_anybody(monkeypatch: pytest.Monkey
             1,
             rank=0,
             world_size=1,
-            attempt="a",
+            launch=LaunchOptions(attempt="a"),
             connection=ConnectionOptions(token=TOKEN),
         )
     monkeypatch.setenv("TOKENLOOM_TOKEN", TOKEN)
     with pytest.raises(ValueError, match="unencrypted"):
-        RemoteDataset("grpc://192.0.2.1:50051/run", 1, rank=0, world_size=1, attempt="a")
+        RemoteDataset(
+            "grpc://192.0.2.1:50051/run", 1, rank=0, world_size=1, launch=LaunchOptions(attempt="a")
+        )
     # One of several is enough.
     with pytest.raises(ValueError, match=r"would travel to 192\.0\.2\.1 unencrypted"):
         RemoteDataset(
-            "grpc://127.0.0.1:50051,192.0.2.1:50051/run", 1, rank=0, world_size=1, attempt="a"
+            "grpc://127.0.0.1:50051,192.0.2.1:50051/run",
+            1,
+            rank=0,
+            world_size=1,
+            launch=LaunchOptions(attempt="a"),
         )
     RemoteDataset(
-        "grpcs://127.0.0.1:50051,192.0.2.1:50051/run", 1, rank=0, world_size=1, attempt="a"
+        "grpcs://127.0.0.1:50051,192.0.2.1:50051/run",
+        1,
+        rank=0,
+        world_size=1,
+        launch=LaunchOptions(attempt="a"),
     )
 
 

@@ -32,6 +32,7 @@ from fake_server import (
 from support.trainer import trainer_forks
 from tokenloom import (
     ConnectionOptions,
+    LaunchOptions,
     NumpyDataset,
     PeekDataset,
     ProtocolError,
@@ -269,9 +270,11 @@ def test_a_damaged_or_foreign_state_is_refused_with_what_was_found(
             {"accumulate": 4, "connection": ahead(3)},
             "prefetch_steps is 3; expected at least accumulate, 4",
         ),
-        ({"at_end": "never"}, 'at_end must be "stop" or "raise"; got \'never\''),
         ({"resume": ""}, "resume must be"),
-        ({"rank": 2, "world_size": 2, "attempt": "a"}, "rank 2 is not below world_size 2"),
+        (
+            {"rank": 2, "world_size": 2, "launch": LaunchOptions(attempt="a")},
+            "rank 2 is not below world_size 2",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -309,7 +312,9 @@ def test_options_of_a_connection_travel_and_show_no_secret() -> None:
 
 def test_the_join_carries_what_the_dataset_was_made_with() -> None:
     with serving(Script()) as (server, url, _):
-        with RemoteDataset(url, 3, rank=1, world_size=2, attempt="a", resume="fresh") as dataset:
+        with RemoteDataset(
+            url, 3, rank=1, world_size=2, launch=LaunchOptions(attempt="a"), resume="fresh"
+        ) as dataset:
             iter(dataset)
         join = server.joins[0]
 
@@ -470,7 +475,9 @@ def test_a_spawned_worker_goes_on_where_the_trainers_copy_stood(elsewhere: str) 
 def test_one_of_several_ranks_is_not_handed_to_another_process_once_it_has_joined(
     elsewhere: str,
 ) -> None:
-    with RemoteDataset(elsewhere, 2, rank=0, world_size=2, attempt="several") as dataset:
+    with RemoteDataset(
+        elsewhere, 2, rank=0, world_size=2, launch=LaunchOptions(attempt="several")
+    ) as dataset:
         iter(dataset)
         loader = DataLoader(
             dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_server import Script, ahead, eventually, serving
-from tokenloom import Batch, RemoteDataset, SourceError, mean_loss, token_losses
+from tokenloom import Batch, LaunchOptions, RemoteDataset, SourceError, mean_loss, token_losses
 from torch.nn.functional import cross_entropy
 
 VOCABULARY, BATCH = 258, 2
@@ -25,9 +25,8 @@ def ranks_of(url: str, world_size: int, **fields: Any) -> list[list[Batch]]:
         given = {
             "rank": rank,
             "world_size": world_size,
-            "attempt": attempt,
+            "launch": LaunchOptions(attempt=attempt, takeover=True),
             "resume": "fresh",
-            "takeover": True,
         }
         with RemoteDataset(url, BATCH, **given, **fields) as dataset:
             # Memory is used again; these are kept.

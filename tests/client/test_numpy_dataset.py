@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.messages import step_numbers
-from tokenloom import NumpyDataset, PeekDataset, RemoteDataset
+from tokenloom import LaunchOptions, NumpyDataset, PeekDataset, RemoteDataset
 from tokenloom.batch.arrays import ArrayMaker
 from tokenloom.batch.layout import OPTIONAL_COLUMNS, Layout
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
@@ -43,13 +43,15 @@ for name in set(tokenloom.__all__):
     except ModuleNotFoundError as error:
         refused[name] = str(error)
 url, names = sys.argv[1], json.loads(sys.argv[2])
-with tokenloom.NumpyDataset(url, 4, columns=names, resume="fresh", takeover=True) as dataset:
+over = tokenloom.LaunchOptions(attempt="numpy", takeover=True)
+takes = tokenloom.LaunchOptions(takeover=True)
+with tokenloom.NumpyDataset(url, 4, columns=names, resume="fresh", launch=takes) as dataset:
     alone = [columns(batch) for _, batch in zip(range(3), dataset)]
     state, run = dataset.state_dict(), dataset.stats()["run"]
 
 ranks, states = [[], []], {}
 def train(rank):
-    slot = {"rank": rank, "world_size": 2, "attempt": "numpy", "takeover": True}
+    slot = {"rank": rank, "world_size": 2, "launch": over}
     with tokenloom.NumpyDataset(url, 1, columns=names, **slot) as dataset:
         dataset.load_state_dict(state)
         ranks[rank] += [columns(batch) for _, batch in zip(range(2), dataset)]
@@ -60,7 +62,7 @@ threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
 [thread.join() for thread in threads]
 # As a launcher sets them.
 os.environ.update(RANK="1", WORLD_SIZE="2")
-slot = tokenloom.NumpyDataset(url, 1, attempt="launched")
+slot = tokenloom.NumpyDataset(url, 1, launch=tokenloom.LaunchOptions(attempt="launched"))
 try:
     tokenloom.NumpyDataset(url, 1)
 except ValueError as error:
@@ -134,7 +136,9 @@ def test_without_torch_batches_states_and_digests_are_those_that_torch_gets(serv
             for name in ("input_ids", "labels", "source_ids", *OPTIONAL_COLUMNS):
                 assert batch[name] == by_ranks[batch["sample_ids"]][name], name
         # And torch goes on where numpy stood.
-        with RemoteDataset(url, 4, takeover=True, columns=OPTIONAL_COLUMNS) as dataset:
+        with RemoteDataset(
+            url, 4, launch=LaunchOptions(takeover=True), columns=OPTIONAL_COLUMNS
+        ) as dataset:
             dataset.load_state_dict(state)
             assert [columns(batch) for batch in dataset] == [columns(batch) for batch in batches]
             assert dataset.digest == whole.digest
@@ -150,7 +154,9 @@ def test_importing_the_package_does_not_import_torch_where_it_is() -> None:
 
 
 def test_an_array_is_its_holders_alone_and_may_be_written_to(server: str) -> None:
-    with NumpyDataset(f"{server}/shifted", 2, resume="fresh", takeover=True) as dataset:
+    with NumpyDataset(
+        f"{server}/shifted", 2, resume="fresh", launch=LaunchOptions(takeover=True)
+    ) as dataset:
         batches = iter(dataset)
         first = next(batches)["input_ids"][0]  # a view holds the memory, too
         first[:] = 7

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from fake_server import FakeServer, Script, eventually, serving
-from tokenloom import MeanLosses, PeekDataset, RemoteDataset, SourceLoss, token_losses
+from tokenloom import (
+    LaunchOptions,
+    MeanLosses,
+    PeekDataset,
+    RemoteDataset,
+    SourceLoss,
+    token_losses,
+)
 from tokenloom.connection import calls
 from torch.nn import functional
 
@@ -164,7 +171,7 @@ def test_sources_that_come_at_once_in_great_numbers_count_in_the_whole_and_from_
 def test_ranks_without_a_process_group_are_told(dataset: RemoteDataset) -> None:
     with (
         serving(Script()) as (_, url, _),
-        RemoteDataset(url, 1, rank=0, world_size=2, attempt="a") as rank,
+        RemoteDataset(url, 1, rank=0, world_size=2, launch=LaunchOptions(attempt="a")) as rank,
     ):
         batch = next(iter(rank))
         source_loss = SourceLoss(rank)
@@ -250,7 +257,10 @@ def test_rank_0_reports_what_was_reduced() -> None:
 
 def test_other_ranks_and_who_only_looks_report_nothing() -> None:
     with serving(Script()) as (server, url, _):
-        ranks = [joined(server, url, rank=rank, world_size=2, attempt="a") for rank in range(2)]
+        ranks = [
+            joined(server, url, rank=rank, world_size=2, launch=LaunchOptions(attempt="a"))
+            for rank in range(2)
+        ]
         for rank in reversed(ranks):
             SourceLoss(rank).report(mean_losses(a=1.0))
         for rank in ranks:

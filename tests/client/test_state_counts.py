@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.corpora import CODE, PROSE, WIKI, flat, write_corpus
 from support.served import Place, over_grpc
-from tokenloom import ConnectionOptions, LocalDataset, RemoteDataset
+from tokenloom import ConnectionOptions, LaunchOptions, LocalDataset, RemoteDataset
 from tokenloom_proto.seal import unseal
 
 RANKS, BATCH, LENGTH = 4, 2, 8
@@ -65,11 +65,16 @@ def test_ranks_that_prefetch_otherwise_and_a_launch_of_another_size_write_the_sa
         def launch(ranks: int, attempt: str, state: Any = None) -> list[RemoteDataset]:
             datasets = [
                 RemoteDataset(
-                    url, BATCH, rank=rank, world_size=ranks, attempt=attempt, columns=["attention_mask"],
-                    connection=ConnectionOptions(prefetch_steps=1 + 3 * rank), takeover=True,
+                    url,
+                    BATCH,
+                    rank=rank,
+                    world_size=ranks,
+                    columns=["attention_mask"],
+                    launch=LaunchOptions(attempt=attempt, takeover=True),
+                    connection=ConnectionOptions(prefetch_steps=1 + 3 * rank),
                 )
                 for rank in range(ranks)
-            ]  # fmt: skip
+            ]
             for dataset in datasets:
                 if state is not None:
                     dataset.load_state_dict(state)

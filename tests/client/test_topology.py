@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support.trainer import trainer_forks
-from tokenloom.connection.topology import Topology, _shared, resolve
+from tokenloom.connection.topology import LaunchOptions, Topology, _shared, resolve
 
 VARIABLES = ["RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"]
 VARIABLES += ["SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"]
@@ -33,7 +33,7 @@ def topology(
         stream="train",
         rank=rank,
         world_size=world_size,
-        attempt=attempt,
+        launch=LaunchOptions(attempt=attempt),
         timeout_s=5,
         **options,
     )
@@ -161,14 +161,14 @@ RANK_OF_A_GROUP = """
 import sys
 import torch.distributed as dist
 from support.trainer import trainer_forks
-from tokenloom import RemoteDataset
+from tokenloom import LaunchOptions, RemoteDataset
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 url = "grpc://127.0.0.1:1/run"
 made = [RemoteDataset(url, 1), RemoteDataset(url + "-2", 1), RemoteDataset(url, 1)]
 alone = dist.new_group([rank], use_local_synchronization=True)
-made.append(RemoteDataset(url, 1, process_group=alone))
+made.append(RemoteDataset(url, 1, launch=LaunchOptions(process_group=alone)))
 print(*[f"{d.rank}/{d.world_size}:{d._request.topology.attempt}" for d in made])
 dist.barrier()
 dist.destroy_process_group()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
-from tokenloom import ConnectionOptions, NumpyDataset
+from tokenloom import ConnectionOptions, LaunchOptions, NumpyDataset
 from tokenloom_proto.errors import TokenloomError
 
 
@@ -23,7 +24,11 @@ class Adapter:
     ) -> dict[str, Any]:
         self.close()
         connection = ConnectionOptions(token=token, connect_timeout_s=10, reconnect_timeout_s=30)
-        self._dataset = NumpyDataset(f"grpc://{address}/{run}", **options, connection=connection)
+        names = {each.name for each in fields(LaunchOptions)} & options.keys()
+        launch = LaunchOptions(**{name: options.pop(name) for name in names})
+        self._dataset = NumpyDataset(
+            f"grpc://{address}/{run}", **options, launch=launch, connection=connection
+        )
         if state is not None:
             self._dataset.load_state_dict({"tokenloom": state})
         self._batches = iter(self._dataset)

@@ -23,7 +23,7 @@ from support.ports import free_port
 from support.redis_server import RedisServer, compose_version
 from support.server_process import CommandLine, server_forks
 from support.waiting import wait_for
-from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom import ConnectionOptions, LaunchOptions, RemoteDataset
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_tools.cli.options import DATA_ROOTS, MixtureOptions
 
@@ -408,7 +408,7 @@ def test_the_servers_command_serves_the_sample_says_whether_it_is_ready_and_ends
                 batch_size=4,
                 rank=0,
                 world_size=1,
-                attempt="compose",
+                launch=LaunchOptions(attempt="compose"),
                 connection=ConnectionOptions(token=token),
             )
             with contextlib.closing(dataset):

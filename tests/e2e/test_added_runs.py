@@ -49,7 +49,7 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
     file = corpus.mixture("comes", window_micro_steps=4)
     with World(server.url("stays"), 2, 1) as stays:
         stays.steps(3)
-        added = tokenloom("runs", "add", server.rest, file)
+        added = tokenloom("runs", server.rest, "--add", file)
         assert added.status == 0, added.output
         assert (
             "comes: added" in added.output and "where the server is started with it" in added.output
@@ -58,18 +58,18 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
         with World(server.url("comes"), 2, 2) as comes:
             comes.steps(4)
             # Nothing changed: a reload does nothing to the ranks.
-            unchanged = tokenloom("runs", "reload", server.rest, "comes")
+            unchanged = tokenloom("runs", server.rest, "--reload", "comes")
             assert unchanged.status == 0 and "Nothing is new in the file." in unchanged.output
             assert comes.steps(1).receipt.sequence() == sequence[:20]
             revised(file)
-            refused = tokenloom("runs", "reload", server.rest, "comes")
+            refused = tokenloom("runs", server.rest, "--reload", "comes")
             assert refused.status == 2
             assert (
                 "mixture.children.0.weight" in refused.output
-                and "runs reload --reason" in refused.output
+                and "runs --reload RUN --reason" in refused.output
             )
             comes.steps(2)
-            reloaded = tokenloom("runs", "reload", server.rest, "comes", "--reason", "less code")
+            reloaded = tokenloom("runs", server.rest, "--reload", "comes", "--reason", "less code")
             assert reloaded.status == 0, reloaded.output
             assert re.search(r"Revision 1 holds from sample \d+ on\.", reloaded.output)
             assert [
@@ -80,7 +80,7 @@ def test_runs_are_added_reloaded_and_removed_while_another_trains(
             wait_for(
                 lambda: server.get("/v1/runs/comes/stats")["sample_index"] == index, "the commit"
             )
-            removed = tokenloom("runs", "remove", server.rest, "comes")
+            removed = tokenloom("runs", server.rest, "--remove", "comes")
             assert removed.status == 0, removed.output
             with pytest.raises(NotFound, match="was removed from this server; the ledger keeps it"):
                 comes.steps(50)
@@ -121,9 +121,9 @@ def test_a_folder_is_followed_and_one_broken_file_leaves_the_others_alone(
     assert broken(server) == {"bad": ("ConfigError", False)}
     assert "sequence_length" in server.log
     assert 'tokenloom_run_broken{run="bad"} 1.0' in server.request("GET", "/metrics").text
-    assert "bad: not served" in tokenloom("runs", "list", server.rest).output
+    assert "bad: not served" in tokenloom("runs", server.rest).output
     with (
-        pytest.raises(NotFound, match=r"(?s)bad.yaml.*tokenloom runs reload"),
+        pytest.raises(NotFound, match=r"(?s)bad.yaml.*tokenloom runs URL --reload bad"),
         World(server.url("bad")) as none,
     ):
         none.join()
@@ -157,9 +157,9 @@ def test_a_folder_is_followed_and_one_broken_file_leaves_the_others_alone(
     assert server.request("DELETE", "/v1/runs/sent", json={}).status_code == 200
     # One of all went after they were listed.
     remote.about = lambda: listed  # type: ignore[method-assign]
-    assert [stats.run for stats in remote.stats(None)] == ["first"]
+    assert [stats.run for stats in remote.stats()] == ["first"]
     with pytest.raises(NotFound):
-        remote.stats("sent")
+        Remote(f"{server.rest}/sent", {}).stats()
     assert (folder / "sent.yaml.removed").exists()
     corpus.mixture("first")
     wait_for(lambda: broken(server) == {}, "the file to be right again")

@@ -9,7 +9,7 @@ import pytest
 from conftest import Corpus, StartServer
 from support.trainer import Trainer, World
 from support.waiting import wait_for
-from tokenloom import ConnectionOptions, RankStalled, RemoteDataset, RunBusy
+from tokenloom import ConnectionOptions, LaunchOptions, RankStalled, RemoteDataset, RunBusy
 
 #: So long nobody is waited for here who is only silent.
 LIVENESS = ("--liveness", 60)
@@ -31,7 +31,7 @@ def test_a_second_launch_is_refused_while_the_first_lives_and_may_take_over_on_p
         for part in ("generation 1", "1 ranks", "since 20", "takeover=True"):
             assert part in str(refusal.value)
         assert trainer.running()
-        with RemoteDataset(url, 1, resume="latest", takeover=True) as second:
+        with RemoteDataset(url, 1, resume="latest", launch=LaunchOptions(takeover=True)) as second:
             next(iter(second))
             assert second.generation == 2
             trainer.go_on()

@@ -11,7 +11,7 @@ import yaml
 from conftest import Corpus, StartServer
 from support.ports import free_port
 from support.server_process import CommandLine, Finished, run_module
-from tokenloom import ConnectionOptions, LocalDataset, RemoteDataset
+from tokenloom import ConnectionOptions, LaunchOptions, LocalDataset, RemoteDataset
 from tokenloom.errors import ServerUnavailable
 from tokenloom_server.errors import SourceError
 
@@ -211,7 +211,9 @@ def test_a_source_that_could_never_fill_a_sample_is_refused(
         iter(other)
         state = other.state_dict()
     with LocalDataset(
-        files.mixture("txt:a.txt:text", sequence_length=64, mixture=both), 1, fork_from=state
+        files.mixture("txt:a.txt:text", sequence_length=64, mixture=both),
+        1,
+        launch=LaunchOptions(fork_from=state),
     ) as fork:
         next(iter(fork))
     # The shortest sample of the run counts, and an epoch that is whole together with the next.

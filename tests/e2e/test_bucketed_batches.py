@@ -14,7 +14,7 @@ import yaml
 from conftest import StartServer
 from support.features import SHAPES, document, latents, write_features, write_mixture
 from support.server_process import CommandLine, ServerProcess
-from tokenloom import ConnectionOptions, PeekDataset, RemoteDataset
+from tokenloom import ConnectionOptions, LaunchOptions, PeekDataset, RemoteDataset
 from tokenloom_proto.errors import TokenloomError
 
 RUN = "latents"
@@ -36,7 +36,9 @@ def server(folder: Path, serve: StartServer) -> ServerProcess:
 @pytest.fixture(scope="module")
 def whole(server: ServerProcess) -> tuple[list[dict[str, Any]], str]:
     """The run as one rank gets it, and its digest."""
-    with RemoteDataset(server.url(RUN), rank=0, world_size=1, attempt="whole") as dataset:
+    with RemoteDataset(
+        server.url(RUN), rank=0, world_size=1, launch=LaunchOptions(attempt="whole")
+    ) as dataset:
         return list(dataset), dataset.digest  # type: ignore[arg-type]
 
 
@@ -79,7 +81,7 @@ def test_two_ranks_whose_server_is_killed_are_resumed_on_one_without_loss_or_rep
             server.url(RUN),
             rank=rank,
             world_size=2,
-            attempt="two",
+            launch=LaunchOptions(attempt="two"),
             resume="fresh",
             connection=ConnectionOptions(prefetch_steps=2),
         )
@@ -97,7 +99,11 @@ def test_two_ranks_whose_server_is_killed_are_resumed_on_one_without_loss_or_rep
             by_sample |= dict(zip(batch["sample_ids"].tolist(), batch["caption"], strict=True))
     assert [by_sample[index] for index in sorted(by_sample)] == expected[: 9 * SIZE]
     dataset = RemoteDataset(
-        server.url(RUN), batch_size=SIZE, rank=0, world_size=1, attempt="one", takeover=True
+        server.url(RUN),
+        batch_size=SIZE,
+        rank=0,
+        world_size=1,
+        launch=LaunchOptions(attempt="one", takeover=True),
     )
     dataset.load_state_dict(two[0].state_dict())
     with dataset:
@@ -112,7 +118,11 @@ def test_two_ranks_whose_server_is_killed_are_resumed_on_one_without_loss_or_rep
 def test_what_does_not_divide_the_global_batch_is_refused_with_the_reason(
     server: ServerProcess,
 ) -> None:
-    options: dict[str, Any] = {"rank": 0, "attempt": "refused", "resume": "fresh", "takeover": True}
+    options: dict[str, Any] = {
+        "rank": 0,
+        "resume": "fresh",
+        "launch": LaunchOptions(attempt="refused", takeover=True),
+    }
     for size, says in (
         (
             {"world_size": 3},
@@ -164,11 +174,16 @@ def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_re
         mixtures.append(folder / f"{name}.yaml")
         mixtures[-1].write_text(yaml.safe_dump(document(run=name, **fields)))
     server = start_server(*mixtures)
-    with RemoteDataset(server.url("base"), rank=0, world_size=1, attempt="base") as base:
+    with RemoteDataset(
+        server.url("base"), rank=0, world_size=1, launch=LaunchOptions(attempt="base")
+    ) as base:
         begun: list[Any] = [batch for batch, _ in zip(base, range(5), strict=False)]
         state = base.state_dict(20)
     with RemoteDataset(
-        server.url("fork"), rank=0, world_size=1, attempt="fork", fork_from=state
+        server.url("fork"),
+        rank=0,
+        world_size=1,
+        launch=LaunchOptions(attempt="fork", fork_from=state),
     ) as fork:
         rest: list[Any] = list(fork)
     assert rest[0]["sample_ids"].tolist() == [20, 21, 22, 23]
@@ -180,7 +195,9 @@ def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_re
     ]
     assert len(set(of_more)) == len(of_more), "each row once, whichever run had it"
     with (
-        RemoteDataset(server.url("other"), rank=0, world_size=1, attempt="older") as older,
+        RemoteDataset(
+            server.url("other"), rank=0, world_size=1, launch=LaunchOptions(attempt="older")
+        ) as older,
         pytest.raises(
             TokenloomError, match="an older data loader's checkpoint names rows of files"
         ),
@@ -189,7 +206,10 @@ def test_a_fork_goes_on_in_the_same_batches_and_another_way_of_making_them_is_re
         older.load_state_dict({"resume_state": {"datasets": [entry]}})
         next(iter(older))
     other = RemoteDataset(
-        server.url("other"), rank=0, world_size=1, attempt="other", fork_from=state
+        server.url("other"),
+        rank=0,
+        world_size=1,
+        launch=LaunchOptions(attempt="other", fork_from=state),
     )
     with other, pytest.raises(TokenloomError, match="seed is 5 in run 'base' and 6 in 'other'"):
         next(iter(other))

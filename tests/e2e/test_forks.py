@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from conftest import LENGTH, SPECS, Corpus, StartServer
 from support.server_process import CommandLine, ServerProcess
-from support.trainer import World
-from tokenloom import RemoteDataset
+from support.trainer import World, with_connection
+from tokenloom import LaunchOptions, RemoteDataset
 from tokenloom_proto.errors import JoinRefused, SnapshotInvalid
 
 ANNEAL = {
@@ -45,7 +45,11 @@ def parent(server: ServerProcess) -> RemoteDataset:
 def trained(server: ServerProcess, run: str, steps: int, **options: Any) -> RemoteDataset:
     """A trainer of one rank that took so many batches, and is closed."""
     dataset = RemoteDataset(
-        server.url(run), 2, rank=0, world_size=1, attempt=f"{run}-{steps}", **options
+        server.url(run),
+        2,
+        rank=0,
+        world_size=1,
+        **with_connection({"attempt": f"{run}-{steps}", **options}),
     )
     batches = iter(dataset)
     for _ in range(steps):
@@ -62,7 +66,11 @@ def test_a_fork_goes_on_with_the_cursors_of_its_parent_under_its_own_mixture(
         went_on = world.steps(10).receipt.sequence(parent.sample_index)
 
     fork = RemoteDataset(
-        server.url("anneal"), 2, rank=0, world_size=1, attempt="fork", fork_from=state
+        server.url("anneal"),
+        2,
+        rank=0,
+        world_size=1,
+        launch=LaunchOptions(attempt="fork", fork_from=state),
     )
     batches = [next(batch) for batch in [iter(fork)] for _ in range(10)]
     assert (fork.sample_index, fork.total_tokens) == (60, 60 * LENGTH)
@@ -84,17 +92,27 @@ def test_a_fork_goes_on_with_the_cursors_of_its_parent_under_its_own_mixture(
     with pytest.raises(JoinRefused, match="has begun"):
         iter(
             RemoteDataset(
-                server.url("anneal"), 2, rank=0, world_size=1, attempt="again", fork_from=state
+                server.url("anneal"),
+                2,
+                rank=0,
+                world_size=1,
+                launch=LaunchOptions(attempt="again", fork_from=state),
             )
         )
     continued = RemoteDataset(
-        server.url("anneal"), 2, rank=0, world_size=1, attempt="on", fork_from=state
+        server.url("anneal"),
+        2,
+        rank=0,
+        world_size=1,
+        launch=LaunchOptions(attempt="on", fork_from=state),
     )
     continued.load_state_dict(fork.state_dict())
     expected = next(iter(continued))["input_ids"].tolist()
     continued.close()
     elsewhere = start_server(corpus.folder / "anneal.yaml")
-    moved = RemoteDataset(elsewhere.url("anneal"), 2, rank=0, world_size=1, attempt="moved")
+    moved = RemoteDataset(
+        elsewhere.url("anneal"), 2, rank=0, world_size=1, launch=LaunchOptions(attempt="moved")
+    )
     moved.load_state_dict(fork.state_dict())
     assert next(iter(moved))["input_ids"].tolist() == expected
     moved.close()
@@ -104,7 +122,7 @@ def test_a_fork_with_the_same_mixture_is_the_same_data_and_says_so(
     server: ServerProcess, parent: RemoteDataset, tokenloom: CommandLine
 ) -> None:
     begun = server.get("/v1/runs/base/receipt", sample_index=30)
-    done = tokenloom("fork", server.rest_url, "--run", "twin", "--from", "base", "--sample", 30)
+    done = tokenloom("fork", f"{server.rest_url}/twin", "--from", "base", "--sample", 30)
     assert done.status == 0, done.output
     assert "twin: begins at sample 30" in done.output
     server.kill()
@@ -132,19 +150,21 @@ def test_what_cannot_be_forked_is_refused(
                 2,
                 rank=0,
                 world_size=1,
-                attempt="self",
-                fork_from=state,
-                takeover=True,
+                launch=LaunchOptions(attempt="self", fork_from=state, takeover=True),
             )
         )
     alone = start_server(corpus.folder / "refused.yaml")
     with pytest.raises(SnapshotInvalid, match="serve its mixture file with this server, too"):
         iter(
             RemoteDataset(
-                alone.url("refused"), 2, rank=0, world_size=1, attempt="alone", fork_from=state
+                alone.url("refused"),
+                2,
+                rank=0,
+                world_size=1,
+                launch=LaunchOptions(attempt="alone", fork_from=state),
             )
         )
-    done = tokenloom("fork", server.rest_url, "--run", "refused")
+    done = tokenloom("fork", f"{server.rest_url}/refused")
     assert done.status == 2 and "give one of --from and --state" in done.output
 
 
@@ -165,21 +185,21 @@ def test_what_lies_before_a_fork_is_the_other_runs_and_its_report_says_so(
     trained(server, "later", 2, fork_from=parent.state_dict())
     for again in range(2):
         for command in (
-            ("trace", server.rest_url, "--sample", 39),
+            ("peek", f"{server.rest_url}/later", "--documents", "--at", 39),
             ("peek", server.url("later"), "--at", 39),
         ):
-            done = tokenloom(*command, *(("--run", "later") if command[0] == "trace" else ()))
+            done = tokenloom(*command)
             assert done.status == 2, done.output
             assert (
                 "sample 39 lies before sample 40, at which run 'later' was forked from 'base'"
                 in done.output
             )
-        shown = tokenloom("report", server.rest_url, "--run", "later").output
+        shown = tokenloom("verify", f"{server.rest_url}/later").output
         assert (
             "The first 40 samples" in shown
             and "are those of `base`, which this run was forked from." in shown
         )
-        told = json.loads(tokenloom("report", server.rest_url, "--run", "later", "--json").output)
+        told = json.loads(tokenloom("verify", f"{server.rest_url}/later", "--json").output)
         own = sum(source["tokens"] for source in told["sources"])
         assert (
             told["parent_run"]["left_tokens"] + own

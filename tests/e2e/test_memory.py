@@ -19,9 +19,9 @@ import pytest
 import yaml
 from conftest import StartServer
 from support.server_process import ServerProcess
-from support.trainer import World
+from support.trainer import World, with_connection
 from support.waiting import wait_for
-from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom import RemoteDataset
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 
@@ -116,7 +116,9 @@ class Watched:
 @contextmanager
 def reading(url: str, **slot: Any) -> Iterator[threading.Thread]:
     """A rank that takes what it gets, as fast as it can."""
-    dataset = RemoteDataset(url, **slot, connection=ConnectionOptions(prefetch_steps=64))
+    dataset = RemoteDataset(
+        url, **with_connection({"connect_timeout_s": 300.0, "prefetch_steps": 64, **slot})
+    )
 
     def read() -> None:
         try:

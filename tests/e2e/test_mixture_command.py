@@ -43,8 +43,8 @@ def test_the_mixture_in_force_is_shown_as_a_tree_with_all_that_changed_it(
     server: ServerProcess, tokenloom: CommandLine
 ) -> None:
     for arguments in (
-        ("set", server.rest_url, "docs", "--weight", "0.5"),
-        ("pause", server.rest_url, "prose"),
+        ("set", server.rest_url, "docs", "weight=0.5"),
+        ("set", server.rest_url, "prose", "paused=true"),
         ("drop", server.rest_url, SPECS[3], "--at", "500"),
     ):
         assert tokenloom("mixture", *arguments, *WHY).status == 0
@@ -73,12 +73,9 @@ def test_a_change_is_told_tried_and_taken_back(
         "set",
         server.rest_url,
         "code",
-        "--weight",
-        "3",
-        "--epochs",
-        "inf",
-        "--max-tokens",
-        "1.5K",
+        "weight=3",
+        "epochs=inf",
+        "max_tokens=1.5K",
     )
     told = "  code: weight 2 → 3\n  code: epochs 1 → inf\n  code: max_tokens not given → 1500\n"
     tried = tokenloom(*change, *WHY, "--dry-run")
@@ -114,34 +111,34 @@ def test_every_change_has_a_command(
         f"spec,shard,row\n{SPECS[0]},code-0.parquet,3\n", encoding="utf-8"
     )
     for arguments, change in (
-        (("pause", url, "notes", "code"), "notes: live → paused"),
-        (("resume", url, "notes", "code"), "code: paused → live"),
+        (("set", url, "notes", "code", "paused=true"), "notes: live → paused"),
+        (("set", url, "notes", "code", "paused=false"), "code: paused → live"),
         (
-            ("add", url, "txt:late.txt:text", "--to", "notes", "--alias", "late", "--weight", "2"),
+            ("add", url, "txt:late.txt:text", "alias=late", "weight=2", "--to", "notes"),
             "late: new, weight 2",
         ),
         (("drop", url, "prose"), "prose: live → dropped"),
-        (("exclude", url, "gone.csv"), "code: 1 row left out of each epoch"),
-        (("set", url, "notes", "--policy", "schedule"), "notes: policy weighted → schedule"),
+        (("drop", url, "--rows", "gone.csv"), "code: 1 row left out of each epoch"),
+        (("set", url, "notes", "policy=schedule"), "notes: policy weighted → schedule"),
         (
-            ("set", url, "docs", "--weight", "0:1,2K:0"),
+            ("set", url, "docs", "weight=[[0, 1], [2e3, 0]]"),
             "docs: weight 0.75 → [(0, 1.0), (2000, 0.0)]",
         ),
         (
-            ("set", url, "docs", "--alias", "text", "--on-exhausted", "stop"),
+            ("set", url, "docs", "alias=text", "on_exhausted=stop"),
             "text: on_exhausted not given → stop",
         ),
-        (("set", url, "text", "--on-exhausted", "none"), "text: on_exhausted stop → not given"),
+        (("set", url, "text", "on_exhausted=null"), "text: on_exhausted stop → not given"),
     ):
         made = tokenloom("mixture", *arguments, *WHY)
         assert made.status == 0, made.output
         assert f"  {change}\n" in made.output
-    refused = tokenloom("mixture", "append-files", url, "code", *WHY)
+    refused = tokenloom("mixture", "set", url, "code", "--append-files", *WHY)
     assert (refused.status, "has no file that the run does not read already" in refused.output) == (
         2,
         True,
     )
-    without = tokenloom("mixture", "pause", url, "code")
+    without = tokenloom("mixture", "set", url, "code", "paused=true")
     assert (without.status, "--reason" in without.output) == (2, True)
 
 
@@ -181,7 +178,7 @@ def test_a_whole_file_is_applied_once_its_changes_were_agreed_to(
     assert (
         '└── scored: filter "score > 0" "title in ["a"]", template {title}\\n{text}, jsonl:' in tree
     )
-    paused = tokenloom("mixture", "pause", server.rest_url, "code", *WHY)
+    paused = tokenloom("mixture", "set", server.rest_url, "code", "paused=true", *WHY)
     assert paused.status == 0
     text = tokenloom("mixture", "show", server.rest_url, "--yaml").output
     assert text.startswith(
@@ -192,19 +189,19 @@ def test_a_whole_file_is_applied_once_its_changes_were_agreed_to(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("set", "code", "weight=heavy"), "weight"),
+        (("set", "code", "epochs=nan"), "epochs"),
+        (("set", "code", "wieght=2"), "wieght"),
+        (("set", "code", "weight=[2"), "ConfigError: weight=[2: expected FIELD=VALUE"),
+        (("set", "code", "max_tokens=many"), "max_tokens: 'many' is no number of tokens"),
+        (("set", "cdoe", "weight=2"), "ConfigError: http"),
         (
-            ("set", "code", "--weight", "heavy"),
-            "ConfigError: --weight: 'heavy' is not a number above 0",
-        ),
-        (("set", "code", "--epochs", "nan"), "--epochs: 'nan' is not a number above 0, or inf"),
-        (("set", "cdoe", "--weight", "2"), "ConfigError: http"),
-        (
-            ("set", "code", "--weight", "2", "--at-tokens", "many"),
+            ("set", "code", "weight=2", "--at-tokens", "many"),
             "--at-tokens: 'many' is no number of tokens",
         ),
         (("set", "code"), "sets nothing of 'code'"),
-        (("set", "code", "--weight", "2", "--run", "other"), "NotFound: "),
-        (("pause", "code", "--reason", ""), "ConfigError: http"),
+        (("set", "weight=2"), "sets fields of nothing"),
+        (("set", "code", "paused=true", "--reason", ""), "ConfigError: http"),
     ],
 )
 def test_what_is_wrong_is_told_by_name(

@@ -14,7 +14,7 @@ from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, mixture, write_corpus
 from support.nested_states import in_workers, three_levels
 from support.server_process import CommandLine
 from support.trainer import Sample, World
-from tokenloom import LocalDataset, RemoteDataset
+from tokenloom import LaunchOptions, LocalDataset, RemoteDataset
 
 SPECS = [CODE, DOCS, PROSE, WIKI]
 LENGTHS = [sum(map(len, ROWS[spec])) for spec in SPECS]
@@ -70,14 +70,14 @@ def test_every_way_to_begin_there_gives_the_same_data(
     checkpoint.mkdir()
     torch.save(in_workers(state), checkpoint / "dataset_state.pt")
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 18}))
-    pinned = tokenloom("restore", server.rest_url, "--run", "nested", "--state", checkpoint)
+    pinned = tokenloom("restore", f"{server.rest_url}/nested", "--state", checkpoint)
     assert pinned.status == 0, pinned.output
     with World(server.url("nested"), 2, takeover=True) as world:
         # The last micro-step may be incomplete, and is dropped then.
         assert world.run().receipt.sequence() == loaded[: len(loaded) // 2 * 2]
     assert tokenloom("verify", checkpoint, f"{server.rest_url}/nested").status == 2
 
-    forked = tokenloom("fork", server.rest_url, "--run", "branch", "--state", checkpoint)
+    forked = tokenloom("fork", f"{server.rest_url}/branch", "--state", checkpoint)
     assert forked.status == 0, forked.output
     with World(server.url("branch")) as world:
         assert world.run().receipt.sequence() == loaded
@@ -88,7 +88,9 @@ def test_a_fork_and_a_dataset_without_a_server_begin_there_and_another_shape_is_
     folder: Path, state: dict[str, Any], start_server: StartServer
 ) -> None:
     server = start_server(folder / "branch.yaml", folder / "nested.yaml")
-    with RemoteDataset(server.url("branch"), 1, fork_from=state, rank=0, world_size=1) as dataset:
+    with RemoteDataset(
+        server.url("branch"), 1, launch=LaunchOptions(fork_from=state), rank=0, world_size=1
+    ) as dataset:
         remote = [batch["input_ids"].tolist() for batch in dataset]
     with LocalDataset(folder / "nested.yaml", 1) as local:
         local.load_state_dict(state)

@@ -94,7 +94,7 @@ def test_a_served_run_is_planned_from_where_it_is_committed(
     assert after["until_sample_index"] == pytest.approx(len(sequence), abs=8)
     # The command asks the server, by the URL of either of its ports.
     assert plan(tokenloom, server.url("on-its-way")) == after
-    assert plan(tokenloom, server.rest_url, "--run", "on-its-way") == after
+    assert plan(tokenloom, f"{server.rest_url}/on-its-way") == after
     far = server.get(path, tokens=after["from_tokens"] + LENGTH * 20)
     assert far["until_sample_index"] == after["from_sample_index"] + 20
     refused = server.request("GET", path, params={"tokens": "1"})

@@ -25,7 +25,7 @@ def test_a_server_logs_where_the_sources_stand(tmp_path: Path, start_server: Sta
     file.write_text(
         yaml.safe_dump(mixture(run="s", mixture={"policy": "least_consumed", "children": CHILDREN}))
     )
-    server = start_server(file, flags=("--log-positions", 0.5))
+    server = start_server(file, environment={"TOKENLOOM_SERVE_LOG_POSITIONS": "0.5"})
     with World(server.url("s")) as world:
         world.steps(30)
         wait_for(lambda: server.log.count(f"position: spec={WIKI}") > 2, "a third line of a source")

@@ -65,7 +65,7 @@ def test_figures_equal_a_recount_over_rest_and_grpc_and_on_the_command_line(
         rpc(server).stub.Stats(wire.StatsRequest(run="counted"), timeout=120).stats_json
     )
     assert by_rpc["sources"] == figures["sources"]
-    shown = tokenloom("stats", server.rest_url, "--run", "counted")
+    shown = tokenloom("stats", f"{server.rest_url}/counted")
     assert shown.status == 0
     assert f"counted: sample 72, {figures['total_tokens']:,} tokens committed" in shown.output
     lines = tokenloom("stats", server.rest, "--json").output.splitlines()

@@ -244,7 +244,7 @@ def test_a_source_that_was_preserved_comes_back_from_the_command_line_and_goes_o
             **entries[1],
             "unknown": True,
         }
-        add = ("mixture", "add", server.rest_url, spec, "--alias", "late", *why)
+        add = ("mixture", "add", server.rest_url, spec, "alias=late", *why)
         assert (
             "late: is read from its first row"
             in tokenloom(*add, "--from-start", "--dry-run").output

@@ -35,14 +35,12 @@ def test_a_bad_range_stays_passed_over_through_restarts_crashes_and_later_restor
     ):
         refused = tokenloom("restore", server.rest_url, *arguments)
         assert (refused.status, said in refused.output) == (2, True), refused.output
-    pinned = tokenloom(
-        "restore", server.rest_url, "--run", run, "--sample", 20, "--skip-samples", 7
-    )
+    pinned = tokenloom("restore", f"{server.rest_url}/{run}", "--sample", 20, "--skip-samples", 7)
     assert f"resumes from sample 20 (digest {rolling_digest(sequence[:20])})" in pinned.output
     assert "from then on, what the order passes over: 7 samples at sample 20" in pinned.output
     server.kill()
     server.start()
-    shown = tokenloom("stats", server.rest_url, "--run", run).output
+    shown = tokenloom("stats", f"{server.rest_url}/{run}").output
     assert (
         "pinned for the next launch: sample 20; from then on 7 samples at sample 20 are passed over"
         in shown
@@ -65,7 +63,7 @@ def test_a_bad_range_stays_passed_over_through_restarts_crashes_and_later_restor
         assert world.digest == rolling_digest(given[:36])
         after = world.state()
     assert f"run {run}: at sample 20, 7 samples of the order are passed over" in caplog.text
-    shown = tokenloom("stats", server.rest_url, "--run", run).output
+    shown = tokenloom("stats", f"{server.rest_url}/{run}").output
     assert "skipped by restores, and not counted above: " in shown
     assert "the order passes over 7 samples at sample 20" in shown
     for state, at, ranks in ((begun, 20, 2), (after, 36, 3), (early, 8, 3)):
@@ -77,19 +75,18 @@ def test_a_bad_range_stays_passed_over_through_restarts_crashes_and_later_restor
     # It is taken back by a state that was taken without it.
     file = tmp_path / "state.json"
     file.write_text(json.dumps(later), encoding="utf-8")
-    pinned = tokenloom("restore", server.rest_url, "--run", run, "--state", file, "--undo-skip")
+    pinned = tokenloom("restore", f"{server.rest_url}/{run}", "--state", file, "--undo-skip")
     assert "from then on, what the order passes over: nothing" in pinned.output
     assert (
         "nothing is pinned any more"
-        in tokenloom("restore", server.rest_url, "--run", run, "--cancel").output
+        in tokenloom("restore", f"{server.rest_url}/{run}", "--cancel").output
     )
     with pytest.raises(SnapshotInvalid, match="--undo-skip"):
         next(iter(loaded(server.url(run), later)))
     assert (
-        tokenloom("restore", server.rest_url, "--run", run, "--state", file, "--undo-skip").status
-        == 0
+        tokenloom("restore", f"{server.rest_url}/{run}", "--state", file, "--undo-skip").status == 0
     )
     with World(server.url(run), 2, 2, state=later) as world:
         world.steps(2)
         assert world.receipt.sequence(40) == sequence[40:48]
-    assert tokenloom("restore", server.rest_url, "--run", run, "--cancel").status == 2
+    assert tokenloom("restore", f"{server.rest_url}/{run}", "--cancel").status == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.goldens import MIXTURES, write_mixtures
 from support.server_process import ServerProcess
-from tokenloom import LocalDataset, ProtocolError, RemoteDataset
+from tokenloom import LaunchOptions, LocalDataset, ProtocolError, RemoteDataset
 from tokenloom_proto.versions import own_release
 
 pytestmark = pytest.mark.slow
@@ -52,6 +52,10 @@ def test_a_server_is_replaced_by_the_next_release_while_a_trainer_goes_on(tmp_pa
             ProtocolError,
             match=rf"Tokenloom {own_release()}, and this server {releases[1]}: .* install",
         ):
-            iter(RemoteDataset(server.url(run), 2, resume="latest", takeover=True))
+            iter(
+                RemoteDataset(
+                    server.url(run), 2, resume="latest", launch=LaunchOptions(takeover=True)
+                )
+            )
     finally:
         server.kill()

@@ -1,4 +1,4 @@
-"""`tokenloom verify` and `tokenloom report` against real servers and trainers, on different topologies."""
+"""`tokenloom verify` against real servers and trainers, on different topologies."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_receipt_at_any_committed_index_is_what_trainers_got(
 def test_the_same_order_is_proven_on_other_ranks_and_batches(
     runs: dict[str, str], tokenloom: CommandLine
 ) -> None:
-    done = tokenloom("verify", f"{runs['wide']}/wide", runs["narrow"], "--run-b", "narrow")
+    done = tokenloom("verify", f"{runs['wide']}/wide", f"{runs['narrow']}/narrow")
     assert done.status == 0, done.output
     assert (
         f"the same through sample index 51 ({51 * LENGTH:,} tokens), which is all of B"
@@ -129,7 +129,7 @@ def test_snapshots_and_checkpoints_are_compared_with_servers_and_with_each_other
         (
             "{wide}",
             "{narrow}/narrow",
-            "serves 3 runs: rewound, untouched, wide; name one: its address with /RUN",
+            "serves 3 runs: rewound, untouched, wide; name one: http://",
         ),
         ("{wide}/wide", "{narrow}/nothing", "NotFound"),
         ("{wide}/wide", "none.json", "cannot be read"),
@@ -156,7 +156,7 @@ def test_what_cannot_be_compared_is_told_with_status_2(
 def test_a_report_says_what_was_read_and_by_which_launches(
     runs: dict[str, str], tokenloom: CommandLine, corpus: Corpus, sequence: list[Sample]
 ) -> None:
-    done = tokenloom("report", runs["rewound"], "--run", "rewound", "--json")
+    done = tokenloom("verify", f"{runs['rewound']}/rewound", "--json")
     assert done.status == 0, done.output
     found = json.loads(done.output)
     samples = sequence[:51]
@@ -179,7 +179,7 @@ def test_a_report_says_what_was_read_and_by_which_launches(
     ]
     assert found["software"]["tokenloom"]
     assert found["tokenizer"]["engine"] in ("gigatoken", "tokenizers")
-    card = tokenloom("report", runs["rewound"], "--run", "rewound").output
+    card = tokenloom("verify", f"{runs['rewound']}/rewound").output
     assert f"{51 * LENGTH:,} tokens in 51 samples of {LENGTH}" in card
     assert "| 2 |" in card and "3 × 1" in card
     assert f"`{found['digest']}`" in card

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, two_runs
-from tokenloom import RemoteDataset
+from tokenloom import LaunchOptions, RemoteDataset
 from tokenloom.integrations.accelerate import TokenloomLoader
 
 
@@ -55,7 +55,9 @@ def test_a_checkpoint_holds_whole_optimiser_steps_only(tmp_path: Path) -> None:
 
 
 def test_a_dataset_of_other_ranks_or_steps_is_refused() -> None:
-    dataset = RemoteDataset("grpc://127.0.0.1:1/run", 4, rank=0, world_size=2, attempt="a")
+    dataset = RemoteDataset(
+        "grpc://127.0.0.1:1/run", 4, rank=0, world_size=2, launch=LaunchOptions(attempt="a")
+    )
     with pytest.raises(
         ValueError, match="the dataset is rank 0 of 2, but Accelerate runs 1 processes"
     ):

@@ -19,7 +19,7 @@ import torch
 import yaml
 from support.messages import step_numbers
 from support.served import url_of
-from tokenloom import PeekDataset, RemoteDataset
+from tokenloom import LaunchOptions, PeekDataset, RemoteDataset
 from tokenloom.batch.layout import OPTIONAL_COLUMNS, Layout
 from tokenloom.batch.packed import Message
 from tokenloom.batch.rows import Bucket, Feature, RowsMessage
@@ -263,7 +263,7 @@ def test_a_run_on_the_device_has_the_batches_and_states_of_one_on_the_cpu(
     assert len(expected) > 10
 
     with RemoteDataset(
-        url, 4, resume="fresh", takeover=True, device=device, columns=COLUMNS
+        url, 4, resume="fresh", launch=LaunchOptions(takeover=True), device=device, columns=COLUMNS
     ) as dataset:
         for (batch, place), found in zip(expected[:6], dataset, strict=False):
             assert_equal(dict(found), batch, device)
@@ -271,7 +271,9 @@ def test_a_run_on_the_device_has_the_batches_and_states_of_one_on_the_cpu(
             assert index_of(dataset.state_dict()) == index_of(place) == found["sample_index"]
             assert dataset.sample_index == found["sample_index"]
         state = dataset.state_dict()
-    with RemoteDataset(url, 4, takeover=True, device=device, columns=COLUMNS) as dataset:
+    with RemoteDataset(
+        url, 4, launch=LaunchOptions(takeover=True), device=device, columns=COLUMNS
+    ) as dataset:
         dataset.load_state_dict(state)
         rest = list(dataset)
     assert len(rest) == len(expected) - 6

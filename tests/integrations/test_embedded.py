@@ -29,6 +29,7 @@ from tokenloom import (
     ConfigError,
     ConnectionOptions,
     EvaluationDataset,
+    LaunchOptions,
     LeaseHeld,
     LocalDataset,
     NotFound,
@@ -250,7 +251,9 @@ def on_two_ranks(mixture: Path, attempt: str, do: Callable[[RemoteDataset], Any]
 
     def rank(number: int) -> Any:
         try:
-            with RemoteDataset(mixture, 2, rank=number, world_size=2, attempt=attempt) as dataset:
+            with RemoteDataset(
+                mixture, 2, rank=number, world_size=2, launch=LaunchOptions(attempt=attempt)
+            ) as dataset:
                 return do(dataset)
         except Exception as error:
             return error
@@ -304,7 +307,7 @@ def test_where_ranks_are_on_several_machines_the_address_is_one_that_others_know
 
 def test_several_ranks_without_a_process_group_are_told_to_make_one(mixture: Path) -> None:
     with pytest.raises(ValueError, match="init_process_group"):
-        RemoteDataset(mixture, 4, rank=1, world_size=2, attempt="mine")
+        RemoteDataset(mixture, 4, rank=1, world_size=2, launch=LaunchOptions(attempt="mine"))
 
 
 def test_a_dataset_without_a_server_is_for_one_process_however_that_was_launched(

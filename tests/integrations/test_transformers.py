@@ -13,7 +13,14 @@ import torch
 import yaml
 from support.forks import Forks
 from support.killed import EXAMPLES, FORM, kill_and_resume, two_runs
-from tokenloom import EvaluationDataset, RemoteDataset, TokenBudget, TokenLRScheduler, TokenProgress
+from tokenloom import (
+    EvaluationDataset,
+    LaunchOptions,
+    RemoteDataset,
+    TokenBudget,
+    TokenLRScheduler,
+    TokenProgress,
+)
 from tokenloom.integrations.transformers import TokenloomTrainer, last_checkpoint
 from transformers import (
     LlamaConfig,
@@ -68,7 +75,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def dataset(url: str) -> Iterator[RemoteDataset]:
     """Four samples a batch."""
-    with RemoteDataset(url, 4, resume="fresh", takeover=True) as found:
+    with RemoteDataset(url, 4, resume="fresh", launch=LaunchOptions(takeover=True)) as found:
         yield found
 
 
@@ -219,7 +226,7 @@ def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(
     # A run that is over trains no further; one that is not goes on, in epochs, too.
     dataset.close()
     for checkpoint in (6, 4):
-        with RemoteDataset(url, 4, takeover=True) as again:
+        with RemoteDataset(url, 4, launch=LaunchOptions(takeover=True)) as again:
             other = trainer(again)
             other.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{checkpoint}"))
         assert logged(other) == steps
@@ -326,12 +333,13 @@ def test_a_dataset_of_other_ranks_batches_or_labels_is_refused(url: str, tmp_pat
         ).train()
 
     def fresh(**named: Any) -> RemoteDataset:
-        return RemoteDataset(url, 4, resume="fresh", takeover=True, **named)
+        launch = LaunchOptions(takeover=True, attempt="a" if named else None)
+        return RemoteDataset(url, 4, resume="fresh", launch=launch, **named)
 
     with pytest.raises(
         ValueError, match="the dataset is rank 0 of 2, but Trainer runs on 1 processes"
     ):
-        train(fresh(rank=0, world_size=2, attempt="a"))
+        train(fresh(rank=0, world_size=2))
     with (
         fresh() as dataset,
         pytest.raises(ValueError, match=r"per_device_train_batch_size=8 .* batches of 4 samples"),
@@ -342,7 +350,9 @@ def test_a_dataset_of_other_ranks_batches_or_labels_is_refused(url: str, tmp_pat
         pytest.raises(ValueError, match=r"accumulate=2.*accumulation_steps=3"),
     ):
         train(dataset, gradient_accumulation_steps=3)
-    growing = RemoteDataset(url, [(0, 2), (1024, 4)], resume="fresh", takeover=True)
+    growing = RemoteDataset(
+        url, [(0, 2), (1024, 4)], resume="fresh", launch=LaunchOptions(takeover=True)
+    )
     with (
         growing,
         pytest.raises(
@@ -381,7 +391,11 @@ def test_batches_that_grow_with_the_tokens_end_at_the_same_target(url: str, tmp_
     steps = []
     for resume in (None, str(tmp_path / "checkpoint-2")):
         with RemoteDataset(
-            url, sizes, accumulate=2, resume=None if resume else "fresh", takeover=True
+            url,
+            sizes,
+            accumulate=2,
+            resume=None if resume else "fresh",
+            launch=LaunchOptions(takeover=True),
         ) as dataset:
             trainer = TokenloomTrainer(
                 model(), args, train_dataset=dataset, target_tokens=24 * LENGTH
@@ -393,11 +407,11 @@ def test_batches_that_grow_with_the_tokens_end_at_the_same_target(url: str, tmp_
     assert steps[1] == steps[0]
 
     # From sample 1 on, where no step of a run from the beginning ends: 4 samples, and 4 more.
-    with RemoteDataset(url, 1, resume="fresh", takeover=True) as dataset:
+    with RemoteDataset(url, 1, resume="fresh", launch=LaunchOptions(takeover=True)) as dataset:
         next(iter(dataset))
         state = dataset.state_dict()
     args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    with RemoteDataset(url, sizes, accumulate=2, takeover=True) as dataset:
+    with RemoteDataset(url, sizes, accumulate=2, launch=LaunchOptions(takeover=True)) as dataset:
         dataset.load_state_dict(state)
         trainer = TokenloomTrainer(model(), args, train_dataset=dataset, target_tokens=9 * LENGTH)
         trainer.train()

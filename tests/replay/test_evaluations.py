@@ -35,7 +35,7 @@ from support.corpora import (
 )
 from support.served import over_grpc, runs_of
 from support.trainer import with_connection
-from tokenloom import EvaluationDataset, LocalDataset, RemoteDataset
+from tokenloom import EvaluationDataset, LaunchOptions, LocalDataset, RemoteDataset
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.service import Runs
 from tokenloom_server.core.hashing import Purpose, draw
@@ -150,7 +150,12 @@ def trained(
 ) -> list[tuple[int, str]]:
     """One rank trains from where the run stands: where each step ended, and the digest there."""
     with RemoteDataset(
-        url, 2, rank=0, world_size=1, attempt=attempt, **with_connection(options)
+        url,
+        2,
+        rank=0,
+        world_size=1,
+        launch=LaunchOptions(attempt=attempt),
+        **with_connection(options),
     ) as dataset:
         return [(dataset.sample_index, dataset.digest) for _ in islice(dataset, steps)]
 
@@ -239,7 +244,9 @@ def test_training_and_validation_together_are_the_files(
 ) -> None:
     with serving(folder, held_out(**packing)) as (url, _):
         held = evaluated(url, 2, 3)
-        with RemoteDataset(url, 1, rank=0, world_size=1, attempt="a") as dataset:
+        with RemoteDataset(
+            url, 1, rank=0, world_size=1, launch=LaunchOptions(attempt="a")
+        ) as dataset:
             kept = [sample for batch in dataset for _, sample in samples_of(batch)]
     for source, spec in enumerate(SOURCES):
         rows = list(rows_of(spec))
@@ -274,7 +281,9 @@ def test_evaluating_leaves_no_trace_in_training(folder: Path) -> None:
     with serving(folder, held_out(), "other.db") as (url, runs):
         before = evaluated(url, 2)
         assert counters(runs, folder, "other.db")["generation"] == 0
-        with RemoteDataset(url, 2, rank=0, world_size=1, attempt="a") as dataset:
+        with RemoteDataset(
+            url, 2, rank=0, world_size=1, launch=LaunchOptions(attempt="a")
+        ) as dataset:
             steps = [(dataset.sample_index, dataset.digest) for _ in islice(dataset, 5)]
             threads = [
                 threading.Thread(target=lambda w=w: found.append(evaluated(url, w, 2)))  # type: ignore[misc]
@@ -306,7 +315,9 @@ def test_a_dataset_begins_anew_each_time_and_has_no_state(held: Held) -> None:
         ]
         assert len(again) == 5
         assert not hasattr(dataset, "state_dict")
-        with RemoteDataset(held.url, 2, rank=0, world_size=1, attempt="a") as training:
+        with RemoteDataset(
+            held.url, 2, rank=0, world_size=1, launch=LaunchOptions(attempt="a")
+        ) as training:
             next(iter(training))
             with training.evaluation(samples=9) as same:
                 assert [list(samples_of(batch)) for batch in same] == [
@@ -348,7 +359,9 @@ def test_what_cannot_be_evaluated_is_refused_with_what_there_is(held: Held, fold
         with pytest.raises(ValueError, match=says):
             EvaluationDataset(**{"url": url, "batch_size": 2} | options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size is missing"):
-        RemoteDataset(url, [(0, 2)], rank=0, world_size=1, attempt="a").evaluation()
+        RemoteDataset(
+            url, [(0, 2)], rank=0, world_size=1, launch=LaunchOptions(attempt="a")
+        ).evaluation()
 
 
 def test_losses_of_a_stream_beside_training_have_the_names_of_its_sources_and_are_not_reported(
@@ -412,7 +425,9 @@ def test_sources_of_every_phase_are_validated(folder: Path) -> None:
         folder, mixture(mixture=earlier, phases=phases, last_micro_step="pad", tail="pad")
     ) as (url, _):
         found = evaluated(url)
-        with RemoteDataset(url, 2, rank=0, world_size=1, attempt="a") as training:
+        with RemoteDataset(
+            url, 2, rank=0, world_size=1, launch=LaunchOptions(attempt="a")
+        ) as training:
             next(iter(training))
             ids = {source.spec: source.id for source in training.sources}
     assert {sample.source for sample in found} == {ids[CODE], ids[WIKI]}

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 from support.served import SCHEDULE, Place, Rank, Trainer, call_of
-from tokenloom import ConnectionOptions, Fenced, NumpyDataset, RemoteDataset
+from tokenloom import ConnectionOptions, Fenced, LaunchOptions, NumpyDataset, RemoteDataset
 from tokenloom.connection import join as client_join
 from tokenloom.connection import topology
 from tokenloom_server.api.grpc import GrpcServer
@@ -357,7 +357,7 @@ def test_the_way_to_a_far_sample_is_said_on_both_sides_and_not_begun_where_the_d
         for says in ("going forward", "the server goes forward"):
             assert f"{says} from sample 0 to 35: at sample 0" in caplog.text
         assert served.stats.read().going_forward == ""
-        with RemoteDataset(url, 1, takeover=True) as dataset:
+        with RemoteDataset(url, 1, launch=LaunchOptions(takeover=True)) as dataset:
             dataset.load_state_dict({"sample_index": 10**12})
             with pytest.raises(
                 SnapshotInvalid,
@@ -389,7 +389,15 @@ def test_each_dataset_of_a_slurm_task_has_an_attempt_and_none_meets_another_laun
             monkeypatch.setenv("SLURM_PROCID", str(rank))
             connection = ConnectionOptions(connect_timeout_s=5, reconnect_timeout_s=5)
             url = f"grpc://{server.address}/{served.coordinator.name}"
-            datasets.append(kind(url, 1, resume="latest", takeover=True, connection=connection))
+            datasets.append(
+                kind(
+                    url,
+                    1,
+                    resume="latest",
+                    launch=LaunchOptions(takeover=True),
+                    connection=connection,
+                )
+            )
         return datasets
 
     def trained(datasets: list[Any]) -> str:
@@ -495,7 +503,11 @@ def test_more_ranks_than_may_have_connections_are_said_in_the_log(
             assert "connections at a time" not in caplog.text
             address = f"grpc://{server.address}/{served.coordinator.name}"
             with RemoteDataset(
-                address, 1, rank=0, world_size=world_size, attempt=f"of {world_size}"
+                address,
+                1,
+                rank=0,
+                world_size=world_size,
+                launch=LaunchOptions(attempt=f"of {world_size}"),
             ) as dataset:
                 next(iter(dataset))
         assert "4 ranks join, and this server may have 3 connections at a time" in caplog.text

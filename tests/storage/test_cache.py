@@ -223,6 +223,7 @@ def test_a_size_without_a_unit_or_a_folder_is_refused(
             restarted()
     monkeypatch.delenv(FOLDER)
     with pytest.raises(
-        ConfigError, match="--cache-size: is '0G', but there is no --cache; give it a folder"
+        ConfigError,
+        match="TOKENLOOM_CACHE_SIZE: is '0G', but there is no --cache; give it a folder",
     ):
         restarted()

@@ -64,6 +64,10 @@ def _commands() -> Iterator[str]:
     for path, command in commands():
         yield f"cli: {path}"
         for parameter in command.params:
+            if getattr(parameter, "hidden", False):
+                if path == "tokenloom serve":
+                    yield f"setting of a server: {parameter.opts[0].removeprefix('--')}"
+                continue
             names = "/".join([*parameter.opts, *parameter.secondary_opts])
             yield f"cli: {path} {names}" + (
                 f" (environment {parameter.envvar})" if parameter.envvar else ""

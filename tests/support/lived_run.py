@@ -22,6 +22,7 @@ from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.run.losses import Report
+from tokenloom_tools.routes.catalog import tool_routes
 
 from support.corpora import text_rows, write_jsonl
 from support.page import CHROMIUM, CHROMIUM_OPTIONS, open_tab
@@ -114,7 +115,7 @@ def take_pictures() -> None:
         lived_run(Path(folder), 300) as (place, _),
         sync_playwright() as web,
     ):
-        server = RestServer("127.0.0.1", 0)
+        server = RestServer("127.0.0.1", 0, routes=tool_routes)
         server.start(place.runs)
         browser = web.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_OPTIONS)
         for scheme in ("light", "dark"):

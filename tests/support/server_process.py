@@ -232,7 +232,11 @@ class CommandLine:
         self._output = folder / "output.txt"
 
     def __call__(
-        self, *arguments: object, folder: Path | None = None, columns: int = 120
+        self,
+        *arguments: object,
+        folder: Path | None = None,
+        columns: int = 120,
+        environment: Mapping[str, str] | None = None,
     ) -> Finished:
         self._output.unlink(missing_ok=True)
         process = server_forks().fork(
@@ -240,7 +244,7 @@ class CommandLine:
             arguments,
             output=self._output,
             folder=folder or self._output.parent,
-            environment={"COLUMNS": str(columns), "NO_COLOR": "1"},
+            environment={"COLUMNS": str(columns), "NO_COLOR": "1", **(environment or {})},
         )
         try:
             status = process.wait(COMMAND_DEADLINE_S)

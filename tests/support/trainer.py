@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenloom import Batch, ConnectionOptions, RemoteDataset
+from tokenloom import Batch, ConnectionOptions, LaunchOptions, RemoteDataset
 
 from support.digest import digest_after
 from support.forks import Forks
@@ -68,14 +68,15 @@ def rolling_digest(samples: Sequence[Sample], id_type: str = "<u2", digest: str 
 
 
 def with_connection(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a dataset, of which those of its connection go into ``connection``; it waits for 30 s at most."""
-    names = {field.name for field in fields(ConnectionOptions)} & options.keys()
-    connection = ConnectionOptions(
-        **{"connect_timeout_s": 30.0} | {name: options[name] for name in names}
+    """Options of a dataset, of which those of its connection go into ``connection`` and those of its launch into
+    ``launch``; it waits for 30 s at most."""
+    kept = dict(options)
+    connection, launch = (
+        {each.name: kept.pop(each.name) for each in fields(kind) if each.name in kept}
+        for kind in (ConnectionOptions, LaunchOptions)
     )
-    return {name: value for name, value in options.items() if name not in names} | {
-        "connection": connection
-    }
+    kept["connection"] = ConnectionOptions(**{"connect_timeout_s": 30.0} | connection)
+    return kept | ({"launch": LaunchOptions(**launch)} if launch else {})
 
 
 class World:
@@ -99,8 +100,7 @@ class World:
                 batch_size,
                 rank=rank,
                 world_size=world_size,
-                attempt=attempt,
-                **with_connection(options),
+                **with_connection({"attempt": attempt, **options}),
             )
             for rank in range(world_size)
         ]

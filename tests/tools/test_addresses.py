@@ -16,7 +16,7 @@ import yaml
 from support.corpora import flat, write_corpus
 from support.ports import free_port
 from support.served import runs_of
-from tokenloom import ConnectionOptions, RemoteDataset
+from tokenloom import ConnectionOptions, LaunchOptions, RemoteDataset
 from tokenloom.errors import ServerUnavailable
 from tokenloom_proto.address import ServerAddress, reached_at
 from tokenloom_proto.errors import ProtocolError, Unauthenticated
@@ -70,11 +70,11 @@ def test_every_form_leads_commands_of_either_port_to_the_run(ports: Ports) -> No
     forms += [ports.grpc, f"{ports.grpc}/test", f"grpc://{ports.grpc}", f"grpc://{ports.grpc}/test"]
     access = ReadAccess()
     for form in forms:
-        assert [each.run for each in access.connect(form).stats(None)] == ["test"], form
+        assert [each.run for each in access.connect(form).stats()] == ["test"], form
         servers = access.servers(form)
         assert (servers.run, servers.targets) == ("test", (ports.grpc,)), form
     standby = f"grpc://127.0.0.1:{free_port()},{ports.grpc}/test"
-    assert access.connect(standby).only_run(None) == "test"
+    assert access.connect(standby).only_run() == "test"
 
 
 def test_of_several_servers_commands_ask_the_one_that_can_serve(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_of_several_servers_commands_ask_the_one_that_can_serve(tmp_path: Path) 
             f"http://127.0.0.1:{free_port()},{leader},{standby}/test",
         ):
             remote = ReadAccess().connect(several)
-            assert (remote.url, remote.only_run(None)) == (f"http://{leader}", "test")
+            assert (remote.url, remote.only_run()) == (f"http://{leader}", "test")
         for end in ends:
             end.stop()
         stands_by.stop()
@@ -108,7 +108,9 @@ def test_every_form_is_a_datasets(ports: Ports) -> None:
         f"grpc://{ports.grpc}/test",
     ]
     for form in forms:
-        with RemoteDataset(form, 1, rank=0, world_size=1, resume="fresh", takeover=True) as dataset:
+        with RemoteDataset(
+            form, 1, rank=0, world_size=1, resume="fresh", launch=LaunchOptions(takeover=True)
+        ) as dataset:
             assert dataset.run == "test", form
             if form == forms[0]:
                 assert isinstance(next(iter(dataset))["input_ids"], torch.Tensor)
@@ -128,16 +130,17 @@ def test_over_tls_and_with_a_token_the_other_port_is_asked_in_the_same_way(
     access = Access(token, tls=Tls.load(tmp_path / "cert", tmp_path / "key", None))
     grpc_server, rest = GrpcServer("127.0.0.1:0", access), RestServer("127.0.0.1", 0, access)
     monkeypatch.setenv("TOKENLOOM_TOKEN", token)
+    monkeypatch.setenv("TOKENLOOM_TLS_CA", str(tmp_path / "ca"))
     with runs_of(folder, folder / "mixture.yaml") as runs:
         rest.start(runs, grpc_address=grpc_server.address)
         grpc_server.start(runs, rest.address)
-        caller = ReadAccess(tls_ca=tmp_path / "ca")
+        caller = ReadAccess()
         for form in (
             f"grpcs://{grpc_server.address}",
             f"https://{rest.address}/test",
             rest.address,
         ):
-            assert caller.connect(form).only_run(None) == "test", form
+            assert caller.connect(form).only_run() == "test", form
             assert caller.servers(form).targets == (grpc_server.address,), form
         options = ConnectionOptions(tls_ca=tmp_path / "ca")
         with RemoteDataset(
@@ -152,11 +155,6 @@ def test_over_tls_and_with_a_token_the_other_port_is_asked_in_the_same_way(
             )
         grpc_server.stop(1)
         rest.stop()
-
-
-def test_a_run_is_named_once(ports: Ports) -> None:
-    with pytest.raises(ConfigError, match="names the run 'test', and the option 'other'"):
-        ReadAccess().connect(f"http://{ports.rest}/test").only_run("other")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +216,7 @@ def test_a_port_that_is_another_servers_never_gets_the_token(
             ReadAccess().connect(grpc_server.address)
         with pytest.raises(ServerUnreachable, match="are two servers, though one says"):
             ReadAccess().servers(rest.address)
-        assert ReadAccess().connect(rest.address).only_run(None) == "test"
+        assert ReadAccess().connect(rest.address).only_run() == "test"
         assert set(_Stranger.tokens) == {None}
         stranger.shutdown()
         grpc_server.stop(1)

@@ -264,7 +264,7 @@ def test_what_holds_no_state_is_refused(content: bytes, said: str, tmp_path: Pat
     (tmp_path / "c").write_bytes(content)
     with pytest.raises(SnapshotInvalid, match=said):
         find(tmp_path / "c")
-    assert "SnapshotInvalid" in run("show", tmp_path / "c", status=2)
+    assert "SnapshotInvalid" in run(tmp_path / "c", status=2)
 
 
 def test_folders_and_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
@@ -707,7 +707,7 @@ def run(*arguments: object, status: int = 0) -> str:
 def test_show_prints_everything(text: str, tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     save_torch(path, text)
-    printed = run("show", path)
+    printed = run(path)
     for said in (
         f"run test, stream train, uid {UID}, generation 2",
         "sample 63, 504 tokens, digest",
@@ -721,7 +721,7 @@ def test_show_prints_everything(text: str, tmp_path: Path) -> None:
         "nothing is missing, and all counters add up",
     ):
         assert said in printed
-    document = json.loads(run("show", path, "--json"))
+    document = json.loads(run(path, "--json"))
     assert document["faults"] == []
     assert sum(given["samples"] for given in document["counts"].values()) == 63
     assert sum(given["real_tokens"] for given in document["counts"].values()) == 504
@@ -731,12 +731,14 @@ def test_show_prints_everything(text: str, tmp_path: Path) -> None:
 def test_probabilities_and_a_mixture_file(text: str, tmp_path: Path) -> None:
     bare = tmp_path / "c.json"
     save_plain(bare, changed(text, lambda d: d["resume_state"].pop("mixture")))
-    assert "its policy is not known" in run("probabilities", bare, status=1)
+    assert "its policy is not known" in run("--probabilities", bare, status=1)
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(mixture()))
-    printed = run("probabilities", bare, "--mixture", tmp_path / "mixture.yaml")
+    printed = run("--probabilities", bare, "--mixture", tmp_path / "mixture.yaml")
     assert "rest: weighted" in printed
     assert "44.44%" in printed
-    found = json.loads(run("probabilities", bare, "--mixture", tmp_path / "mixture.yaml", "--json"))
+    found = json.loads(
+        run("--probabilities", bare, "--mixture", tmp_path / "mixture.yaml", "--json")
+    )
     assert found[1]["children"][1]["without_counters"] == pytest.approx(0.7)
 
 
@@ -758,9 +760,9 @@ def test_probabilities_are_those_at_the_sample_index_of_a_young_state_too(
         template = order.record.template(UID, "train", 2)
         path = tmp_path / f"{more}.json"
         save_plain(path, snapshot.compose(template, base, Timeline(order).encode(state)))
-        assert "of None in all" in run("probabilities", path)
+        assert "of None in all" in run("--probabilities", path)
         printed = json.loads(
-            run("probabilities", path, "--mixture", tmp_path / "mixture.yaml", "--json")
+            run("--probabilities", path, "--mixture", tmp_path / "mixture.yaml", "--json")
         )
         for node, children in zip(printed, state.nodes, strict=True):
             assert node["counted_at"] == state.sample_index
@@ -773,19 +775,19 @@ def test_probabilities_are_those_at_the_sample_index_of_a_young_state_too(
             left / (left + (1 - left) * (1 - state.nodes[1][1].samples / wiki["total"]))
         )
         assert f"at sample {state.sample_index}" in run(
-            "probabilities", path, "--mixture", tmp_path / "mixture.yaml"
+            "--probabilities", path, "--mixture", tmp_path / "mixture.yaml"
         )
-        assert f"stood at sample {first.sample_index}" in run("show", path).replace("\n", " ")
+        assert f"stood at sample {first.sample_index}" in run(path).replace("\n", " ")
 
 
 def test_diff_prints_rows_and_tokens(texts: list[str], tmp_path: Path) -> None:
     for name, text in zip("ab", texts, strict=True):
         (tmp_path / name).write_text(text)
-    printed = run("diff", tmp_path / "a", tmp_path / "b")
+    printed = run(tmp_path / "a", tmp_path / "b")
     for said in (
         "from sample 63 to 93: +30 samples, +240 tokens",
         "+112",
         "the mixture is the same",
     ):
         assert said in printed
-    assert json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json"))["tokens"] == 240
+    assert json.loads(run(tmp_path / "a", tmp_path / "b", "--json"))["tokens"] == 240

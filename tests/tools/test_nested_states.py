@@ -132,11 +132,11 @@ def test_nothing_computed_ends_with_status_1_and_says_what_to_give(tmp_path: Pat
     state = three_levels(30).state("nothing")
     del state["child_states"][1]["probabilities"]
     (tmp_path / "state.json").write_text(json.dumps(state))
-    status, printed = run("checkpoint", "probabilities", tmp_path / "state.json")
+    status, printed = run("checkpoint", "--probabilities", tmp_path / "state.json")
     assert status == 1
     assert printed.count(": policy: found None; --mixture FILE says it") == 3
     (tmp_path / "index.json").write_text('{"sample_index": 9}')
-    status, printed = run("checkpoint", "probabilities", tmp_path / "index.json")
+    status, printed = run("checkpoint", "--probabilities", tmp_path / "index.json")
     assert (status, printed) == (1, "missing: the mixture; --mixture FILE says it\n")
 
 
@@ -147,7 +147,7 @@ def test_what_the_state_lacks_is_measured_from_the_data(tmp_path: Path) -> None:
     (folder / "state.json").write_text(json.dumps(loader.state("nothing")))
     command = (
         "checkpoint",
-        "probabilities",
+        "--probabilities",
         folder / "state.json",
         "--mixture",
         folder / "mixture.yaml",
@@ -188,7 +188,7 @@ def test_an_older_payload_under_a_policy_that_estimates_is_computed_from_the_dat
     (folder / "state.json").write_text(json.dumps({"dataset": {"datasets": datasets}}))
     command = (
         "checkpoint",
-        "probabilities",
+        "--probabilities",
         folder / "state.json",
         "--mixture",
         folder / "mixture.yaml",
@@ -205,7 +205,7 @@ def test_an_older_payload_under_a_policy_that_estimates_is_computed_from_the_dat
     assert code["total"] - code["samples"] == pytest.approx(rest_tokens // 8, abs=3)
     assert code["with_counters"] == pytest.approx(1 - code["samples"] / code["total"], abs=0.01)
     assert rest["without_counters"] == pytest.approx(0)
-    status, printed = run("checkpoint", "show", *command[2:])
+    status, printed = run("checkpoint", *command[2:])
     assert [child["samples"] for child in json.loads(printed)["nodes"][0]["children"]] == [
         50 if said else 0,
         0,
@@ -255,7 +255,7 @@ def test_a_state_without_datasets_is_shown_with_what_is_missing(
     state: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "state.json").write_text(json.dumps(state))
-    status, printed = run("checkpoint", "show", tmp_path / "state.json")
+    status, printed = run("checkpoint", tmp_path / "state.json")
     assert (status, "child_states: found no list" in printed) == (0, True)
 
 
@@ -295,11 +295,11 @@ def test_a_folder_is_read_wherever_a_file_is(tmp_path: Path) -> None:
     )
     assert find(tmp_path / "of-accelerate").where == "custom_checkpoint_0.pkl"
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(tree()))
-    status, printed = run("checkpoint", "show", folder, "--mixture", tmp_path / "mixture.yaml")
+    status, printed = run("checkpoint", folder, "--mixture", tmp_path / "mixture.yaml")
     assert status == 0
     assert "sample 30" in printed
     assert "nothing is missing, and all counters add up" in printed
-    assert run("checkpoint", "diff", folder, folder)[0] == 0
+    assert run("checkpoint", folder, folder)[0] == 0
     status, printed = run("verify", folder, folder)
     assert (status, "of another data loader, without a digest" in printed) == (2, True)
 
@@ -313,7 +313,7 @@ def test_the_states_of_several_ranks_are_named(tmp_path: Path) -> None:
     ):
         find(folder)
     assert find(folder, "dataset_state_rank_1.pt").document["current_example_count"] == 31
-    status, _ = run("verify", folder, folder, "--inside-a", "dataset_state_rank_1.pt")
+    status, _ = run("verify", folder, folder, "--inside", "dataset_state_rank_1.pt")
     assert status == 2
     workers = save_folder(tmp_path / "checkpoint-10", loader=in_workers(*ranks.values()))
     with pytest.raises(SnapshotInvalid, match=r"worker_0\.dataset_state.*worker_1\.dataset_state"):

@@ -80,7 +80,7 @@ def test_readers_are_seen_at_work_and_in_want_of_it(
                 assert asked["waiting_for"].startswith("readers: rows from 0 on")
                 assert (
                     "waiting for readers: rows from 0"
-                    in tokenloom("stats", server.rest_url, "--run", RUN).output
+                    in tokenloom("stats", f"{server.rest_url}/{RUN}").output
                 )
 
                 kill_child()
@@ -109,7 +109,7 @@ def test_readers_are_seen_at_work_and_in_want_of_it(
             )
             asked_for = set(re.findall(r"tokenloom_reader_\w+", BOARD.read_text(encoding="utf-8")))
             assert len(asked_for) == 4 and asked_for <= {name.partition("{")[0] for name in metrics}
-            shown = tokenloom("stats", server.rest_url, "--run", RUN).output
+            shown = tokenloom("stats", f"{server.rest_url}/{RUN}").output
             assert f"readers on {node}: 1 CPUs" in shown and "readers of docs: " in shown
             assert f"{RUN}: source docs on {node}: 'docs.jsonl' was written or copied" in server.log
             look_at_page(browser, server, node)

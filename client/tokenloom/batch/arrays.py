@@ -6,12 +6,12 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.layout import Layout, RawColumn
 from tokenloom.batch.memory import ArrayPool
 from tokenloom.batch.packed import Message
 from tokenloom.batch.rows import RowsMessage
+from tokenloom.errors import ProtocolError
 
 #: A message that was checked.
 Steps: TypeAlias = Message | RowsMessage

@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.layout import IGNORED, PADDING, Layout, NumpyBatch, Samples, StepNumbers
 from tokenloom.batch.memory import ArrayPool
+from tokenloom.errors import ProtocolError
 
 # The columns that follow from where documents begin: positions, numbers of documents, lengths for attention.
 #

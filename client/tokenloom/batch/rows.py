@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.layout import RawColumn, Samples, StepNumbers
+from tokenloom.errors import ProtocolError
 
 _TEXTS = ("string", "binary")
 _SIZE_BYTES = 4

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.batch.arrays import ArrayMaker, Steps
 from tokenloom.batch.layout import IGNORED, PADDING, Layout, RawColumn
 from tokenloom.batch.packed import Message, Parts
+from tokenloom.errors import ProtocolError
 
 
 class TensorMaker(ArrayMaker):

@@ -18,11 +18,9 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
-from tokenloom_proto.errors import Fenced, JoinRefused, SnapshotInvalid
-
 from tokenloom.batch.arrays import Steps
 from tokenloom.connection.join import Opening, Request
-from tokenloom.errors import ServerUnavailable
+from tokenloom.errors import Fenced, JoinRefused, ServerUnavailable, SnapshotInvalid
 from tokenloom.snapshot import Point
 
 # What a rank can say of its own stream, as plain numbers.

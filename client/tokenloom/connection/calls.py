@@ -15,11 +15,11 @@ from typing import Any
 import grpc
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
-from tokenloom_proto.errors import TokenloomError
 from tokenloom_proto.threads import Loop
 
 from tokenloom.connection.channel import Channels, Retry, failure, open_channel, retryable
 from tokenloom.connection.join import Request
+from tokenloom.errors import TokenloomError
 
 
 def plan(request: Request, until_tokens: int) -> dict[str, Any]:

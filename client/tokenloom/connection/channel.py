@@ -12,10 +12,9 @@ from textwrap import shorten
 import grpc
 from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials, refuse_expired
-from tokenloom_proto.errors import TokenloomError, named
 from tokenloom_proto.versions import unknown_service
 
-from tokenloom.errors import ServerUnavailable
+from tokenloom.errors import ServerUnavailable, TokenloomError, named
 
 FIRST_DELAY_S = 0.1
 #: High enough to spare a server that starts, low enough that training goes on soon after it has.

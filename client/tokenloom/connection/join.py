@@ -20,7 +20,6 @@ from tokenloom_proto import process
 from tokenloom_proto.address import Address
 from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
-from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.resume import counts_at, real_tokens, sources_of
 from tokenloom_proto.threads import Loop
 from tokenloom_proto.versions import own_release
@@ -39,6 +38,7 @@ from tokenloom.connection.channel import (
 from tokenloom.connection.options import ConnectionOptions
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.topology import Topology
+from tokenloom.errors import ProtocolError
 from tokenloom.snapshot import Base, Point
 
 # Where the batch size of a generation changes, and how many of its micro-steps may be fetched ahead.

@@ -26,7 +26,6 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto import process
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.delivered import Delivered, DeliveredBucket
-from tokenloom_proto.errors import ProtocolError
 from tokenloom_proto.threads import Background
 
 from tokenloom.batch.arrays import Steps
@@ -37,7 +36,7 @@ from tokenloom.connection.buffer import SIGN_OF_LIFE_S, Step, StepBuffer
 from tokenloom.connection.calls import Reporter
 from tokenloom.connection.channel import Channels, Retry, failure, is_named, retryable, summary
 from tokenloom.connection.join import Request, join
-from tokenloom.errors import ServerUnavailable
+from tokenloom.errors import ProtocolError, ServerUnavailable
 from tokenloom.snapshot import Base, Point
 
 # What the server streams, read without copying the ids, as a ``Delivered``.

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,23 @@ if TYPE_CHECKING:  # a build of torch may lack it
 ASK_EVERY_S = 0.02
 #: From here on, ids of steps are SLURM's own, such as that of a job's shell, in which no task runs.
 _NO_STEPS = 0xFFFFFFF0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOptions:
+    """What only some launches have to say of themselves: how their ranks know each other, and what they replace."""
+
+    process_group: ProcessGroup | None = None
+    """The group of the data-parallel ranks, where it is not the default one: rank and world size are those in it."""
+    attempt: str | None = None
+    """An id that is new for each launch and the same on its ranks. Only for ranks that have neither a process group nor
+    a SLURM step, through which they share one by themselves."""
+    takeover: bool = False
+    """End another launch that trains on the run now. Else that is refused (``RunBusy``) as long as each of its ranks is
+    alive."""
+    fork_from: Mapping[str, Any] | None = field(default=None, repr=False)
+    """Another run's ``state_dict()``: this run, which must not have begun, begins there, under its own mixture. A state
+    that is loaded comes first, so a script that is restarted from its checkpoint may leave it here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +67,7 @@ def resolve(
     timeout_s: float,
     rank: int | None = None,
     world_size: int | None = None,
-    attempt: str | None = None,
-    process_group: ProcessGroup | None = None,
+    launch: LaunchOptions = LaunchOptions(),  # it is frozen
     single: bool = False,
 ) -> Topology:
     """The slot of this process: from the arguments, else ``torch.distributed``, else the launcher.
@@ -63,7 +79,7 @@ def resolve(
         raise ValueError(
             f"give both rank and world_size, or neither; got rank={rank}, world_size={world_size}"
         )
-    members = f"of-{world_size}"
+    members, attempt, process_group = f"of-{world_size}", launch.attempt, launch.process_group
     if rank is None or world_size is None:
         if _is_grouped():
             import torch.distributed as dist
@@ -152,7 +168,7 @@ def _sharing(
     raise ValueError(
         f"rank {rank} of {world_size} needs an attempt id that is new for each launch and equal on all its ranks. "
         "There are three ways: call torch.distributed.init_process_group before making the dataset (rank 0 shares "
-        "an id through its store); start the ranks as a SLURM job step; or give attempt= on every rank. "
+        "an id through its store); start the ranks as a SLURM job step; or give LaunchOptions(attempt=…) on each rank. "
         "torchrun's variables alone do not do: its ids repeat."
     )
 

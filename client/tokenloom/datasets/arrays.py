@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, Literal
 
 from tokenloom_proto.batch_schedule import Sizes
 
 from tokenloom.batch.layout import NumpyBatch
 from tokenloom.connection.options import ConnectionOptions
-from tokenloom.connection.topology import resolve
+from tokenloom.connection.topology import LaunchOptions, resolve
 from tokenloom.datasets.order import CommittedDataset
 
 
@@ -21,7 +20,7 @@ class NumpyDataset(CommittedDataset):
     Parameters, samples, states and digests are those of ``RemoteDataset``, and either goes on from a state of the
     other. Ranks are found by the same rules: as given, else those of ``torch.distributed`` where this process uses it,
     else the launcher's (``RANK`` and ``WORLD_SIZE``, or SLURM's). Several ranks that have neither a process group nor a
-    SLURM step share an ``attempt``, an id that is new for each launch and that all of them give.
+    SLURM step share an ``attempt`` of ``LaunchOptions``, an id that is new for each launch.
 
     Arrays are int64 [B, L] or [B], writable, and the holder's alone for as long as anything refers to them. A column of
     rows that numpy has no type for, such as bfloat16, needs ``ml_dtypes``, which JAX brings.
@@ -35,25 +34,21 @@ class NumpyDataset(CommittedDataset):
         rank: int | None = None,
         world_size: int | None = None,
         resume: str | None = None,
-        fork_from: Mapping[str, Any] | None = None,
-        takeover: bool = False,
         accumulate: int = 1,
         columns: Iterable[str] = (),
-        at_end: Literal["stop", "raise"] = "stop",
-        attempt: str | None = None,
+        launch: LaunchOptions | None = None,
         connection: ConnectionOptions | None = None,
     ) -> None:
+        launch = launch or LaunchOptions()
         super().__init__(
             url,
-            partial(resolve, rank=rank, world_size=world_size, attempt=attempt),
+            partial(resolve, rank=rank, world_size=world_size, launch=launch),
             connection,
+            launch=launch,
             batch_size=batch_size,
             resume=resume,
-            fork_from=fork_from,
-            takeover=takeover,
             accumulate=accumulate,
             columns=columns,
-            at_end=at_end,
         )
 
     def __iter__(self) -> Iterator[NumpyBatch]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable
 
 import torch
 from tokenloom_proto.batch_schedule import Sizes
 
 from tokenloom.connection.options import ConnectionOptions
-from tokenloom.connection.topology import resolve
+from tokenloom.connection.topology import LaunchOptions, resolve
 from tokenloom.datasets.base import TRAIN
 from tokenloom.datasets.training import TrainingDataset
 from tokenloom.job_server import InProcessServer, mixture_path
@@ -25,7 +24,7 @@ class LocalDataset(TrainingDataset):
     Needs ``pip install 'tokenloom[server]'``.
 
     All parameters are those of ``RemoteDataset``; of ``connection`` only ``prefetch_steps`` and ``batch_timeout_s``
-    apply.
+    apply, and of ``launch`` only ``fork_from``.
     """
 
     def __init__(
@@ -34,11 +33,10 @@ class LocalDataset(TrainingDataset):
         batch_size: int | Sizes | None = None,
         *,
         resume: str | None = None,
-        fork_from: Mapping[str, Any] | None = None,
         accumulate: int = 1,
         columns: Iterable[str] = (),
         device: str | torch.device | None = None,
-        at_end: Literal["stop", "raise"] = "stop",
+        launch: LaunchOptions | None = None,
         connection: ConnectionOptions | None = None,
     ) -> None:
         mixture = mixture_path(path)
@@ -49,7 +47,11 @@ class LocalDataset(TrainingDataset):
         (connection or ConnectionOptions()).refuse_credentials(mixture)
         # An attempt of its own: there is no other rank to share one with.
         slot = resolve(
-            str(mixture), stream=TRAIN, timeout_s=0, attempt=uuid.uuid4().hex, single=True
+            str(mixture),
+            stream=TRAIN,
+            timeout_s=0,
+            launch=LaunchOptions(attempt=uuid.uuid4().hex),
+            single=True,
         )
         if slot.world_size > 1:
             raise ValueError(
@@ -60,11 +62,10 @@ class LocalDataset(TrainingDataset):
             InProcessServer(mixture),
             lambda *_, **__: slot,
             connection,
+            launch=launch or LaunchOptions(),
             batch_size=batch_size,
             resume=resume,
-            fork_from=fork_from,
             accumulate=accumulate,
             columns=columns,
             device=device,
-            at_end=at_end,
         )

@@ -8,16 +8,16 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Literal
+from typing import Any
 
 from tokenloom_proto.batch_schedule import BatchSchedule, Sizes
-from tokenloom_proto.errors import ProtocolError
 
 from tokenloom.connection.join import Request
 from tokenloom.connection.options import ConnectionOptions, check_count
+from tokenloom.connection.topology import LaunchOptions
 from tokenloom.datasets.base import ConnectedDataset, ResumableDataset, RunUrl, SlotOf, batches_of
-from tokenloom.errors import EndOfData
-from tokenloom.snapshot import History, Loaded, Point
+from tokenloom.errors import ProtocolError
+from tokenloom.snapshot import History, Loaded
 
 log = logging.getLogger("tokenloom")
 #: What there is to say of a length.
@@ -39,7 +39,6 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         connection: ConnectionOptions | None,
         *,
         fork_from: Mapping[str, Any] | None = None,
-        at_end: Literal["stop", "raise"] = "stop",
         **fields: Any,
     ) -> None:
         """``fork_from``: the state of another run that this one begins at, where none is loaded; the rest as for
@@ -47,7 +46,6 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         self._fork = Loaded.read(fork_from) if fork_from is not None else None
         super().__init__(url, slot_of, connection, **fields)
         self._start = Loaded.start(self.run, self.stream)
-        self._at_end = at_end
 
     def _batches(self) -> Iterator[Any]:
         """Joins the run if that was not done, and goes on after the last batch yielded."""
@@ -71,19 +69,10 @@ class OrderDataset(ConnectedDataset, ResumableDataset):
         taken = self._connection.take()
         if taken is None:
             self._history.finish()
-            raise StopIteration if self._at_end == "stop" else self._end_of_data(self._history.last)
+            raise StopIteration
         batch, point = taken
         self._history.append(point)
         return batch
-
-    def _end_of_data(self, point: Point) -> EndOfData:
-        return EndOfData(
-            f"the data of {self._request.address} end at sample index {point.sample_index} ({point.total_tokens} "
-            f"tokens): {self.end_reason}",
-            reason=self.end_reason or "",
-            sample_index=point.sample_index,
-            total_tokens=point.total_tokens,
-        )
 
     def _join(self) -> None:
         fork = self._fork if self._loaded is None else None
@@ -167,11 +156,10 @@ class CommittedDataset(OrderDataset):
         slot_of: SlotOf,
         connection: ConnectionOptions | None,
         *,
+        launch: LaunchOptions,
         batch_size: int | Sizes | None,
         resume: str | None,
-        fork_from: Mapping[str, Any] | None,
         accumulate: int,
-        at_end: Literal["stop", "raise"],
         **fields: Any,
     ) -> None:
         """``fields``: further fields of ``Request``."""
@@ -186,9 +174,7 @@ class CommittedDataset(OrderDataset):
             raise ValueError(
                 'resume must be "latest", "fresh" or the id of a snapshot; got an empty text'
             )
-        if at_end not in ("stop", "raise"):
-            raise ValueError(f'at_end must be "stop" or "raise"; got {at_end!r}')
-        if fork_from is not None and resume:
+        if launch.fork_from is not None and resume:
             raise ValueError(
                 f"fork_from begins a new run, and resume={resume!r} goes on with one: give one of them"
             )
@@ -197,8 +183,8 @@ class CommittedDataset(OrderDataset):
             fields["batch_size"] = batch_size
         elif batch_size is not None:
             fields["batch_sizes"] = BatchSchedule.read(batch_size, accumulate).sizes
-        fields |= {"resume": resume or "", "accumulate": accumulate}
-        super().__init__(url, slot_of, connection, fork_from=fork_from, at_end=at_end, **fields)
+        fields |= {"resume": resume or "", "accumulate": accumulate, "takeover": launch.takeover}
+        super().__init__(url, slot_of, connection, fork_from=launch.fork_from, **fields)
 
     @property
     def accumulate(self) -> int:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from tokenloom_proto.errors import named
 
 from tokenloom.batch.layout import Batch
+from tokenloom.errors import named
 from tokenloom.snapshot import Point
 
 # A batch as one block of bytes, which another process reads in place.

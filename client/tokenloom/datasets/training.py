@@ -13,7 +13,7 @@ import torch
 from tokenloom.connection.options import ConnectionOptions, check_count
 from tokenloom.connection.server import RunServer
 from tokenloom.connection.stream import Connection
-from tokenloom.connection.topology import ALONE, resolve
+from tokenloom.connection.topology import ALONE, LaunchOptions, resolve
 from tokenloom.datasets.base import TRAIN, RunUrl, batches_of
 from tokenloom.datasets.order import CommittedDataset, OrderDataset
 from tokenloom.datasets.tensors import TensorBatches
@@ -78,8 +78,7 @@ class EvaluationDataset(TensorBatches):
                 resolve,
                 rank=rank,
                 world_size=world_size,
-                attempt=attempt,
-                process_group=process_group,
+                launch=LaunchOptions(attempt=attempt, process_group=process_group),
             ),
             connection,
             stream=stream,

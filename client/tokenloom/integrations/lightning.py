@@ -24,7 +24,7 @@ from tokenloom.datasets.training import EvaluationDataset, check_accumulate
 from tokenloom.snapshot import KEY, Loaded, Older, Point, Positioned
 
 #: Options that a dataset has whether it is trained or evaluated on.
-_COMMON = frozenset({"rank", "world_size", "process_group", "columns", "device", "connection"})
+_COMMON = frozenset({"rank", "world_size", "columns", "device", "connection"})
 
 
 class TokenloomDataModule(Positioned, LightningDataModule):
@@ -103,6 +103,8 @@ class TokenloomDataModule(Positioned, LightningDataModule):
         if self._validation is not None and stage == "validate":
             common = {name: value for name, value in self._options.items() if name in _COMMON}
             common["batch_size"] = self._batch_size
+            if (of := self._options.get("launch")) is not None:
+                common["process_group"] = of.process_group
             self._evaluation = _Evaluation(
                 EvaluationDataset(self._url, **(common | dict(self._validation)))
             )

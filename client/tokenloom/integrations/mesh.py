@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tokenloom_proto.batch_schedule import Sizes
-from tokenloom_proto.errors import JoinRefused
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -36,6 +35,7 @@ from tokenloom.datasets.peer_line import (
     read_frame,
 )
 from tokenloom.datasets.remote import RemoteDataset
+from tokenloom.errors import JoinRefused
 from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
 
 #: Peers wait so much longer than their leader may wait for the server, seconds.
@@ -126,9 +126,10 @@ class GroupDataset(ResumableDataset, IterableDataset[Batch]):
         **options: Any,
     ) -> None:
         super().__init__()
-        if options.get("process_group"):
+        launch = options.get("launch")
+        if launch is not None and launch.process_group is not None:
             raise ValueError(
-                "process_group is not for a model-parallel group, whose place says which rank it is"
+                "launch.process_group is not for a model-parallel group, whose place says which rank it is"
             )
         if options.get("device") is not None:
             raise ValueError(

@@ -33,7 +33,7 @@ class TokenloomConfig:
     """What to read: ``train``, or a stream to evaluate on, such as ``validation``."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of ``RemoteDataset``, such as ``{"takeover": True}``; of ``EvaluationDataset`` where a stream
+    """Further arguments of ``RemoteDataset``, such as ``{"accumulate": 2}``; of ``EvaluationDataset`` where a stream
     is evaluated on, such as ``{"samples": 2048}``."""
 
 

@@ -128,7 +128,7 @@ READ_METRICS = (
     RowMetric(
         "tokenloom_run_broken",
         "broken",
-        "1 where its mixture file could not be taken (tokenloom runs list).",
+        "1 where its mixture file could not be taken (tokenloom runs).",
     ),
 )
 

@@ -170,7 +170,7 @@ class RunFolder(Watched):
         if is_another and self._seen and not files:
             raise ConfigError(
                 f"--runs-dir {folder}: is another folder than before, and empty, so no run is removed for that: is its "
-                "disk away? To remove runs, use tokenloom runs remove"
+                "disk away? To remove runs, use tokenloom runs --remove"
             )
         self._identity = status.st_dev, status.st_ino
         return files

@@ -355,7 +355,7 @@ class Runs:
         kind = NotLeader if problem.error.grpc_status == "UNAVAILABLE" else NotFound
         raise kind(
             f"run {run!r} is not served: {problem.error.name}: {problem.error}\nmend that, and have it tried again: "
-            "tokenloom runs reload"
+            f"tokenloom runs URL --reload {run}"
         )
 
     def _problem_of(self, run: str) -> RunProblem | None:

@@ -32,9 +32,9 @@ class Tls(WatchedFiles[Certificates]):
 
     @classmethod
     def load(cls, cert: Path | None, key: Path | None, client_ca: Path | None) -> Tls | None:
-        """Reads and checks the files of ``--tls-cert``, ``--tls-key`` and ``--tls-client-ca``; None where none is
+        """Reads and checks the files of ``--tls-cert``, ``--tls-key`` and ``tls-client-ca``; None where none is
         given. Raises ``ConfigError`` naming the option and the file."""
-        files = {"--tls-cert": cert, "--tls-key": key, "--tls-client-ca": client_ca}
+        files = {"--tls-cert": cert, "--tls-key": key, "tls-client-ca": client_ca}
         named = {option: file for option, file in files.items() if file is not None}
         if not named:
             return None
@@ -70,7 +70,7 @@ def _load(cert: Path, key: Path, client_ca: Path | None) -> Certificates:
             context.load_verify_locations(cadata=ca.decode("ascii"))
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
-                f"--tls-client-ca {client_ca} holds no certificate (PEM): {_reason(error)}"
+                f"tls-client-ca {client_ca} holds no certificate (PEM): {_reason(error)}"
             ) from None
         context.verify_mode = ssl.CERT_REQUIRED
     return Certificates(certificate=chain, key=secret, client_ca=ca, context=context)

@@ -126,8 +126,8 @@ def _as_tuple(value: object) -> object:
 def _weight_number(value: object) -> object:
     if not_bool(value) == 0:
         raise ValueError(
-            "a weight is above 0: take the child out of the file, or pause it while the run trains (tokenloom mixture "
-            "pause)"
+            "a weight is above 0: take the child out of the file, or pause it while the run trains (paused=true of "
+            "tokenloom mixture set)"
         )
     return value
 

@@ -182,7 +182,7 @@ def refuse(
     if all(_is_revisable(field, different) for field in different):
         remedy += (
             "; or make them a revision, from the next possible sample on: serve with --revise REASON, or "
-            "`tokenloom runs reload --reason REASON`, or put these back and use `tokenloom mixture apply`"
+            "`tokenloom runs --reload RUN --reason REASON`, or put these back and use `tokenloom mixture apply`"
         )
     elif set(different) <= {"sequence_length"}:
         remedy += "; `phases` plan such a change"

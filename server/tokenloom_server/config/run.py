@@ -515,7 +515,7 @@ class RunConfig(RunFields):
                 by_source[child.id] = child.name
                 alone[child.id] = _PREFIX.split(child.alias or "")[0]
         shared = Counter(alone.values())
-        by_source |= {at: name for at, name in alone.items() if name and shared[name] > 1}
+        by_source |= {each: name for each, name in alone.items() if name and shared[name] > 1}
         return tuple(by_source[source] for source in range(len(by_source)))
 
     @cached_property

@@ -250,14 +250,14 @@ def _of_ranks(seen: Seen, after: Seen, look: Look) -> Iterator[Event]:
 def with_authors(events: Sequence[Event], noted: Sequence[Event]) -> list[Event]:
     """What was found by comparing and what a caller noted of the same act, as one event, whose author that caller is
     if it has none; whatever else is noted follows as it is."""
-    found, rest = [*events], []
+    seen, rest = [*events], []
     same = {"fork": "launch", "rewind": "launch"}
-    open_to = [same.get(event.kind, event.kind) for event in found]
+    open_to = [same.get(event.kind, event.kind) for event in seen]
     for event in reversed(noted):
         if event.kind in open_to:
-            at = len(open_to) - 1 - open_to[::-1].index(event.kind)
-            open_to[at] = ""
-            found[at] = found[at]._replace(author=found[at].author or event.author)
+            newest = len(open_to) - 1 - open_to[::-1].index(event.kind)
+            open_to[newest] = ""
+            seen[newest] = seen[newest]._replace(author=seen[newest].author or event.author)
         else:
             rest.append(event._replace(kind="audit") if event.kind in _OF_CALLERS else event)
-    return [*found, *reversed(rest)]
+    return [*seen, *reversed(rest)]

@@ -36,7 +36,7 @@ class Takeover:
             return
         raise RunBusy(
             f"run {name!r} is busy: {trainer}. Wait until it has ended, look at the run with a PeekDataset, or end it "
-            "on purpose with takeover=True",
+            "on purpose with launch=LaunchOptions(takeover=True)",
             liveness_s + BUSY_MARGIN_S,
         )
 

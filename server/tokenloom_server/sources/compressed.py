@@ -214,8 +214,8 @@ class Decompressed:
         remedy = f"it is no {self._codec} file, truncated or damaged: write or copy it again"
         if "memory" in str(error).lower():
             remedy = (
-                "to decode it takes more memory than is allowed: give --decompress-mib, 2048 at most for zstd "
-                f"({MEMORY}), or compress it with a smaller window (zstd --long=27, xz -9)"
+                f"to decode it takes more memory than is allowed: set {MEMORY}=2048, the most for zstd, "
+                "or compress it with a smaller window (zstd --long=27, xz -9)"
             )
         # What a decoder made before it failed is lost, so the place is not known.
         return f"cannot be decompressed somewhere after byte {position} of its content ({error}); {remedy}"

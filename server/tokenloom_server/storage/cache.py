@@ -128,15 +128,13 @@ def block_cache() -> BlockCache | None:
     """This process's cache, as the environment has it; None where it has none. Raises ``ConfigError``."""
     folder, named_size = os.environ.get(FOLDER), os.environ.get(SIZE)
     if not folder and named_size:
-        raise ConfigError(
-            f"--cache-size: is {named_size!r}, but there is no --cache; give it a folder"
-        )
+        raise ConfigError(f"{SIZE}: is {named_size!r}, but there is no --cache; give it a folder")
     if not folder:
         return None
     size = named_size or "100G"
     if not re.fullmatch(r"[1-9]\d*[MGT]", size):
         raise ConfigError(
-            f"--cache-size: found {size!r}, expected a whole number of M, G or T, such as 500G"
+            f"{SIZE}: found {size!r}, expected a whole number of M, G or T, such as 500G"
         )
     return BlockCache(Path(folder), int(size[:-1]) * 1000 ** (2 + "MGT".index(size[-1])))
 

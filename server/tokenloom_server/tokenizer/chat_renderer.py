@@ -45,7 +45,7 @@ _REASONED = "</think>"
 _COUNTED_HEADERS = ("<｜Assistant｜>", "<|start|>assistant")
 #: The family whose training template counts the end of the header's line, by its own words.
 _COUNTS_LINE_END = "You are Qwen, created by Alibaba Cloud"
-#: Families whose answers cannot be told, by what only their templates have, with the template that TRL trains them by.
+#: Families whose answers cannot be found, by what only their templates have, with the template that TRL trains them by.
 _FAMILIES = {
     "[gMASK]": "GLM-4: glm4moe_training.jinja",
     "<|channel|>": "gpt-oss: gptoss_training.jinja, with a date in the place of strftime_now",
@@ -321,7 +321,7 @@ class ChatRenderer:
             if spans and keys.get("content") and not turns:
                 raise ValueError(
                     f"the chat template reads message {number}, of {role!r}, but gives it no turn of its own, so that "
-                    "answers cannot be told; put {% generation %} blocks into the template"
+                    "answers cannot be found; put {% generation %} blocks into the template"
                 )
             if role != "assistant":
                 continue
@@ -332,7 +332,7 @@ class ChatRenderer:
                 if not turn.startswith(self._header):
                     raise ValueError(
                         f"the chat template begins message {number} with {turn[:40]!r}, expected {self._header!r}, so "
-                        "that its answer cannot be told"
+                        "that its answer cannot be found"
                     )
                 if _REASONED in str(dict.get(message, "content")) and _REASONED not in turn:
                     raise ValueError(
@@ -374,8 +374,8 @@ class ChatRenderer:
                 "it writes nothing after an answer, by which a model would learn to end"
             )
         text, written = self._write(chat[:1], add_generation_prompt=True)
-        asked = max((end for _, end in written.turns[id(chat[0])]), default=0)
-        header = commonprefix([text[asked:], head])
+        question_end = max((end for _, end in written.turns[id(chat[0])]), default=0)
+        header = commonprefix([text[question_end:], head])
         header = header.partition(_OPENER)[0]
         if header in _COUNTED_HEADERS:
             return ""
@@ -392,9 +392,9 @@ def _sharegpt(turns: Any) -> tuple[Any, int]:
     messages = []
     for number, turn in enumerate(turns if isinstance(turns, list) else [turns]):
         if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
-            found = ", ".join(turn) if isinstance(turn, dict) else reprlib.repr(turn)
+            shown = ", ".join(turn) if isinstance(turn, dict) else reprlib.repr(turn)
             raise ValueError(
-                f"message {number} has {found}; chat_format: sharegpt expects from and value, and role and content are "
+                f"message {number} has {shown}; chat_format: sharegpt expects from and value, and role and content are "
                 "read without it"
             )
         role = _ROLES.get(str(turn["from"]))
@@ -412,8 +412,8 @@ def _alpaca(instruction: Any, more: Any, output: Any) -> tuple[Any, int]:
         isinstance(instruction, str) and isinstance(more, str | None) and isinstance(output, str)
     ):
         raise ValueError("expected text as instruction and output, and as input text or nothing")
-    asked = f"{instruction}\n\n{more}" if more else instruction
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": output}], 0
+    question = f"{instruction}\n\n{more}" if more else instruction
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": output}], 0
 
 
 def _prompt_completion(*pair: Any) -> tuple[Any, int]:

@@ -6,7 +6,6 @@ from tokenloom_tools.cli import (
     checkpoint,
     demo,
     examples,
-    export,
     foreign,
     fork,
     init,
@@ -15,14 +14,12 @@ from tokenloom_tools.cli import (
     peek,
     plan,
     prepare,
-    report,
     restore,
     runs,
     schema,
     serve,
     stats,
     token,
-    trace,
     validate,
     verify,
 )
@@ -33,25 +30,21 @@ from tokenloom_tools.cli.root import App
 app = App()
 # In the order of --help; the groups of commands come last.
 add_command(app, serve.serve, **SETTINGS)
-add_command(app, serve.config, **SETTINGS)
 add_command(app, init.init)
 add_command(app, validate.validate)
 add_command(app, plan.plan)
 add_command(app, prepare.prepare)
 add_command(app, stats.stats)
 add_command(app, verify.verify)
-add_command(app, report.report)
 add_command(app, peek.peek)
-add_command(app, trace.trace)
-add_command(app, export.export)
 add_command(app, restore.restore)
 add_command(app, fork.fork)
+add_command(app, runs.runs)
+add_command(app, checkpoint.checkpoint)
 add_command(app, foreign.import_seen, "import")
 add_command(app, schema.schema)
 add_command(app, demo.demo)
 add_command(app, examples.examples)
-app.add_typer(runs.app)
 app.add_typer(mixture.app)
-app.add_typer(checkpoint.app)
 app.add_typer(ledger.app)
 app.add_typer(token.app)

@@ -10,10 +10,23 @@ from typing import Any, get_type_hints
 
 import typer
 from tokenloom_server.errors import ConfigError, TokenloomError, reason
+from typer.core import TyperCommand
 
 from tokenloom_tools.cli.common import fail
 
 _Function = Callable[..., None]
+
+
+class _Command(TyperCommand):
+    """A command whose hidden options are settings: the environment or a file has them, and not the command line."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        every = self.params
+        self.params = [each for each in every if not getattr(each, "hidden", False)]
+        try:
+            return super().make_parser(ctx)
+        finally:
+            self.params = every
 
 
 def command(
@@ -37,7 +50,7 @@ def add_command(
     group's place. A ``TokenloomError`` ends the command with its name and message, and exit status 2. ``settings``:
     what click's context takes.
     """
-    app.command(name, context_settings=settings)(run_by(function))
+    app.command(name, cls=_Command, context_settings=settings)(run_by(function))
 
 
 def run_by(function: _Function) -> _Function:
@@ -47,6 +60,9 @@ def run_by(function: _Function) -> _Function:
         for setting in getattr(option.annotation, "__metadata__", ()):
             setting.readable = (
                 False  # whoever reads a file says why it cannot be read, and what to do
+            )
+            setting.show_envvar = (
+                False  # every option of a server is a variable, which is said once
             )
 
     @wraps(function)
@@ -60,6 +76,9 @@ def run_by(function: _Function) -> _Function:
                 raise
             fail(ConfigError(f"{error.filename}: cannot be used ({reason(error)})"))
 
+    # A paragraph is a line: what wraps it knows how wide the terminal is.
+    paragraphs = (function.__doc__ or "").split("\n\n")
+    run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     # Typer reads the options of a command from its signature.
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options}

@@ -1,7 +1,8 @@
-"""``tokenloom config``, and where the options of a server come from besides its command line."""
+"""Where the options of a server come from besides its command line, and what they are then."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from tokenloom_proto.files import read_file, reason
 
-from tokenloom_tools.cli.common import console, print_json
+from tokenloom_tools.cli.common import say
 
 #: Each option of a server may also be a variable: this, an underscore, and its name.
 PREFIX = "TOKENLOOM_SERVE"
@@ -28,7 +29,7 @@ OWN_VARIABLES = {
     "token_file": ("TOKENLOOM_TOKEN", "TOKENLOOM_TOKEN_FILE"),
     "read_token_file": ("TOKENLOOM_READ_TOKEN", "TOKENLOOM_READ_TOKEN_FILE"),
 }
-_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/\s]+(?=@)|(ssl_password=)[^&\s]+")
+_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/\s]+(?=@)|(ssl_password=)[^&\s\"]+")
 
 
 def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
@@ -57,7 +58,7 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
                 f"; did you mean {name}?" for name in get_close_matches(str(key), options, 1)
             )
             raise typer.BadParameter(
-                f"{file}: {key} is no option of a server{near} (tokenloom serve --help)"
+                f"{file}: {key} is no option of a server{near} (tokenloom serve --settings)"
             )
         if (
             value is None
@@ -85,8 +86,7 @@ class ConfigFile:
     config: Annotated[
         Path | None,
         typer.Option(
-            help="A YAML file with options, by their names: grpc: 0.0.0.0:50051. The command line goes before the "
-            f"environment ({PREFIX}_GRPC), and that before the file.",
+            help="A YAML file with options, by their names.",
             envvar="TOKENLOOM_CONFIG",
             is_eager=True,
             callback=_read_config,
@@ -95,12 +95,11 @@ class ConfigFile:
     ] = None
 
 
-def show(ctx: typer.Context, *, as_json: bool) -> None:
-    """Prints the options that are in force, and where each comes from."""
-    rows = {}
+def show(ctx: typer.Context) -> None:
+    """Prints the settings that are in force, as lines of such a file, and where each comes from."""
     for option in ctx.command.params:
         name, source = str(option.name), ctx.get_parameter_source(str(option.name))
-        if name in ("help", "as_json") or source is None:
+        if name in ("help", "settings") or source is None:
             continue
         value, origin = ctx.params[name], source.name.lower()
         named = [option.envvar] if isinstance(option.envvar, str) else option.envvar or []
@@ -111,17 +110,9 @@ def show(ctx: typer.Context, *, as_json: bool) -> None:
         elif origin in ("environment", "default") and variable is not None:
             # One that click does not read is read by what uses the option.
             value, origin = os.environ[variable] if origin == "default" else value, variable
-        shown = [str(each) for each in value] if isinstance(value, list) else str(value)
-        shown = _PASSWORD.sub(r"\1\2…", shown) if isinstance(shown, str) else shown
-        rows[_key(option)] = {
-            "value": "(hidden)" if origin.endswith("_TOKEN") else shown,
-            "from": origin,
-        }
-    if as_json:
-        print_json(rows)
-        return
-    for key, row in rows.items():
-        console().print(f"{key:17}  {row['value']}  ({row['from']})", soft_wrap=True)
+        shown = _PASSWORD.sub(r"\1\2…", json.dumps(value, default=str, ensure_ascii=False))
+        hidden = origin.endswith("_TOKEN")
+        say(f"{_key(option)}: {'(hidden)' if hidden else shown}  # {origin}")
 
 
 def _key(option: Any) -> str:

@@ -14,7 +14,6 @@ from tokenloom_tools.cli.options import ControlAccess, Inside, Url, snapshot_tex
 
 def fork(
     url: Url,
-    run: Annotated[str, typer.Option(help="The new run; its mixture file is served already.")],
     parent: Annotated[
         str | None, typer.Option("--from", help="The run that it begins from, served there, too.")
     ] = None,
@@ -25,22 +24,23 @@ def fork(
     state: Annotated[
         Path | None,
         typer.Option(
-            help="Instead of --from: its checkpoint, whatever tokenloom checkpoint show reads."
+            help="Instead of --from: its checkpoint, whatever tokenloom checkpoint reads."
         ),
     ] = None,
     inside: Inside = None,
     *,
     access: ControlAccess,
 ) -> None:
-    """Begin a run where another one stands: a branch off one checkpoint, with a mixture of its own.
+    """Begin the run of URL where another one stands: a branch off one checkpoint, with a mixture of its own.
 
     Sources that both mixtures have go on where they stood; others begin at their first row. Sample index, tokens and
     rolling digest go on. The first launch of the new run then joins without a state; in a trainer,
-    RemoteDataset(…, fork_from=state_dict) does the same.
+    RemoteDataset(…, launch=LaunchOptions(fork_from=state_dict)) does the same.
     """
     if (parent is None) == (state is None):
         raise ConfigError("give one of --from and --state")
     server = access.connect(url)
+    run = server.only_run()
     snapshot = None if state is None else snapshot_text(state, inside)
     point = server.fork(run, parent=parent, sample_index=sample, snapshot=snapshot)
     say(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from tokenloom_server.errors import ConfigError
 
 from tokenloom_tools.cli.command import command
 from tokenloom_tools.cli.common import console, print_document, print_json
-from tokenloom_tools.cli.options import ControlAccess, ReadAccess, RunName, Url
-from tokenloom_tools.cli.revision import RevisionOptions, parse_number, parse_weight
+from tokenloom_tools.cli.options import ControlAccess, ReadAccess, Url
+from tokenloom_tools.cli.revision import RevisionOptions
 
 app = typer.Typer(
     name="mixture",
@@ -26,55 +29,32 @@ _FromStart = Annotated[
         help="Read sources that come back from their first row, not where they stood.",
     ),
 ]
-_Children = Annotated[
-    list[str],
-    typer.Argument(
-        help="Aliases or specs; of a node without an alias its place, such as mixture.children.2.",
-        metavar="CHILD...",
-    ),
-]
+_FIELD = re.compile(r"[a-z_]+=")
 
 
-@dataclass(frozen=True, slots=True)
-class _ChildOptions:
-    """What ``add`` gives a new source, and ``set`` changes of a source or node."""
+def _fields(texts: Iterable[str]) -> dict[str, Any]:
+    """The fields of arguments FIELD=VALUE, with their values as a mixture file has them. Raises ``ConfigError``."""
+    import yaml
+    from tokenloom_server.core.amounts import parse_amount
 
-    weight: Annotated[
-        str | None,
-        typer.Option(
-            help="Its share among its siblings; below a schedule also points TOKENS:WEIGHT, such as 0:1,2B:0.1."
-        ),
-    ] = None
-    alias: Annotated[str | None, typer.Option(help="Its short name.")] = None
-    epochs: Annotated[str | None, typer.Option(help="How often it is read: a number, or inf.")] = (
-        None
-    )
-    max_tokens: Annotated[
-        str | None, typer.Option(help="At most so many tokens of the run, such as 500M; or none.")
-    ] = None
-
-    def fields(self) -> dict[str, Any]:
-        """Those that are given, as a mixture file has them. Raises ``ConfigError``."""
-        from tokenloom_server.core.amounts import parse_amount
-
-        fields: dict[str, Any] = {}
-        if self.alias is not None:
-            fields["alias"] = self.alias
-        if self.weight is not None:
-            fields["weight"] = parse_weight(self.weight)
-        if self.epochs is not None:
-            fields["epochs"] = parse_number(self.epochs, "--epochs")
-        if self.max_tokens is not None:
-            fields["max_tokens"] = (
-                None if self.max_tokens == "none" else parse_amount(self.max_tokens, "--max-tokens")
-            )
-        return fields
+    fields: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"{text}: expected FIELD=VALUE as a mixture file has it ({error})"
+            ) from None
+        if name == "max_tokens" and isinstance(read, str):
+            read = parse_amount(read, name)
+        fields[name] = "inf" if read == inf else read
+    return fields
 
 
 @command(app)
 def show(
     url: Url,
-    run: RunName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the document as JSON.")] = False,
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the mixture in force as a mixture file has it.")
@@ -86,7 +66,7 @@ def show(
     from tokenloom_tools.reports import mixture_text
 
     server = access.connect(url)
-    info = server.mixture(server.only_run(run))
+    info = server.mixture(server.only_run())
     if as_json:
         print_json(info.model_dump())
     elif as_yaml:
@@ -98,47 +78,39 @@ def show(
 @command(app, "set")
 def set_child(
     url: Url,
-    child: Annotated[
-        str,
+    changes: Annotated[
+        list[str],
         typer.Argument(
-            help="A source or node: its alias or spec, or its place, such as mixture.children.2.",
-            metavar="CHILD",
+            help="Sources and nodes by alias or spec, or of a node its place, such as mixture.children.2; then what "
+            "they get, as a mixture file has it: weight=0.5, epochs=2, max_tokens=500M, policy=weighted, "
+            "on_exhausted=stop, alias=web. paused=true: they give nothing, and their siblings take over their share, "
+            "until paused=false. What is null is not given any more.",
+            metavar="CHILD... FIELD=VALUE...",
         ),
     ],
-    options: _ChildOptions,
-    policy: Annotated[str | None, typer.Option(help="Of a node: another policy.")] = None,
-    on_exhausted: Annotated[
-        str | None, typer.Option(help="drop or stop; of a source also none: as its node says.")
-    ] = None,
-    unit: Annotated[str | None, typer.Option(help="Of a weighted node: tokens or samples.")] = None,
-    interpolate: Annotated[str | None, typer.Option(help="Of a schedule: linear or step.")] = None,
+    append_files: Annotated[
+        bool,
+        typer.Option(
+            "--append-files",
+            help="Read files, too, that match a source's spec and appeared since the run began: after those that it "
+            "has.",
+        ),
+    ] = False,
     *,
     revision: RevisionOptions,
     access: ControlAccess,
 ) -> None:
-    """Set a source's or node's weight, policy, epochs, limits or alias."""
-    texts = {
-        "policy": policy,
-        "unit": unit,
-        "interpolate": interpolate,
-        "on_exhausted": on_exhausted,
-    }
-    fields: dict[str, Any] = {field: text for field, text in texts.items() if text is not None}
-    if on_exhausted == "none":
-        fields["on_exhausted"] = None
-    revision.make(url, access, {"set": [{"child": child, **options.fields(), **fields}]})
-
-
-@command(app)
-def pause(url: Url, children: _Children, revision: RevisionOptions, access: ControlAccess) -> None:
-    """Have sources or nodes give nothing until they are resumed; their siblings take over their share."""
-    revision.make(url, access, {"set": [{"child": child, "paused": True} for child in children]})
-
-
-@command(app)
-def resume(url: Url, children: _Children, revision: RevisionOptions, access: ControlAccess) -> None:
-    """Let what was paused go on where it stood; it does not catch up."""
-    revision.make(url, access, {"set": [{"child": child, "paused": False} for child in children]})
+    """Set fields of sources or nodes: weight, policy, epochs, limits, alias; pause them, and let them go on."""
+    children = [text for text in changes if not _FIELD.match(text)]
+    fields = _fields(text for text in changes if _FIELD.match(text))
+    if not children:
+        raise ConfigError(
+            f"{' '.join(changes)}: sets fields of nothing; name a source or node before them"
+        )
+    change: dict[str, Any] = {"append_files": children} if append_files else {}
+    if fields or not append_files:
+        change["set"] = [{**fields, "child": child} for child in children]
+    revision.make(url, access, change)
 
 
 @command(app)
@@ -152,7 +124,13 @@ def add(
             metavar="SPEC",
         ),
     ],
-    options: _ChildOptions,
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Its other fields, as a mixture file has them: weight=0.1, alias=crawl2.",
+            metavar="FIELD=VALUE...",
+        ),
+    ] = None,
     to: Annotated[str, typer.Option(help="The node that gets it: its alias or place.")] = "mixture",
     from_start: _FromStart = False,
     *,
@@ -160,14 +138,38 @@ def add(
     access: ControlAccess,
 ) -> None:
     """Add a source; its share is its own from the first sample on, without catching up."""
-    addition = {"child": {"source": spec, **options.fields()}, "to": to}
+    addition = {"child": {**_fields(fields or ()), "source": spec}, "to": to}
     revision.make(url, access, {"add": [addition], "from_start": from_start})
 
 
 @command(app)
-def drop(url: Url, children: _Children, revision: RevisionOptions, access: ControlAccess) -> None:
-    """Let sources or nodes leave the mixture; their counters stay."""
-    revision.make(url, access, {"drop": children})
+def drop(
+    url: Url,
+    children: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Aliases or specs; of a node without an alias its place, such as mixture.children.2.",
+            metavar="CHILD...",
+        ),
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            help="Leave the rows of this file out: take-downs, duplicates that were found late. JSON lines, or CSV "
+            "with a header: spec (or alias), shard, row. The path is the server's, and the file has to stay there as "
+            "it is.",
+            metavar="FILE",
+        ),
+    ] = None,
+    *,
+    revision: RevisionOptions,
+    access: ControlAccess,
+) -> None:
+    """Let sources, nodes or rows leave the mixture; counters stay."""
+    change: dict[str, Any] = {"drop": children or []}
+    if rows is not None:
+        change["exclude"] = {"file": rows}
+    revision.make(url, access, change)
 
 
 @command(app)
@@ -197,42 +199,10 @@ def apply(
     revision.make(url, access, change, run=run_config.run, ask=not yes)
 
 
-@command(app, "append-files")
-def append_files(
-    url: Url,
-    sources: Annotated[
-        list[str], typer.Argument(help="Aliases or specs of sources.", metavar="SOURCE...")
-    ],
-    revision: RevisionOptions,
-    access: ControlAccess,
-) -> None:
-    """Read files, too, that match a source's spec and appeared since the run began: after those that it has."""
-    revision.make(url, access, {"append_files": sources})
-
-
-@command(app)
-def exclude(
-    url: Url,
-    file: Annotated[
-        str,
-        typer.Argument(
-            help="JSON lines, or CSV with a header: spec (or alias), shard, row. The path is the server's, and the "
-            "file has to stay there as it is.",
-            metavar="FILE",
-        ),
-    ],
-    revision: RevisionOptions,
-    access: ControlAccess,
-) -> None:
-    """Leave rows out from then on: take-downs, duplicates that were found late."""
-    revision.make(url, access, {"exclude": {"file": file}})
-
-
 @command(app)
 def undo(
     url: Url,
     number: Annotated[int, typer.Argument(min=1, help="The revision's number.", metavar="NUMBER")],
-    run: RunName = None,
     *,
     access: ControlAccess,
 ) -> None:
@@ -240,6 +210,6 @@ def undo(
     from tokenloom_tools.reports.mixture_text import print_revision
 
     server = access.connect(url)
-    name = server.only_run(run)
+    name = server.only_run()
     for revision in server.drop_revisions(name, number):
         print_revision(console(), name, revision, "was taken back; it was to hold")

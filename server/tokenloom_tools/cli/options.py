@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import typer
 from tokenloom_proto.address import Address, ServerAddress, reached_at
-from tokenloom_proto.credentials import NO_FILES, TlsFiles, is_loopback
+from tokenloom_proto.credentials import TlsFiles, is_loopback
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from typer.models import OptionInfo
 
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 Url = Annotated[
     str,
     typer.Argument(
-        help="HOST:PORT of either port of a server, or the URL of a run.", metavar="URL"
+        help="HOST:PORT of either port of a server; with /RUN where it has several.", metavar="URL"
     ),
 ]
-RunName = Annotated[str | None, typer.Option(help="The run; needed where the server has several.")]
 _ControlTokenFile = Annotated[
     Path | None,
     typer.Option(
@@ -51,7 +50,7 @@ def _parsed(url: str) -> ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class ReadAccess:
-    """Token and TLS of a command that only reads from a server."""
+    """The token of a command that only reads from a server. Files of TLS are the environment's: TOKENLOOM_TLS_CA."""
 
     token_file: Annotated[
         Path | None,
@@ -59,14 +58,6 @@ class ReadAccess:
             help="A file with the server's token; mode 0600. Without it: TOKENLOOM_READ_TOKEN or TOKENLOOM_TOKEN."
         ),
     ] = None
-    tls_ca: Annotated[
-        Path | None, typer.Option(help="The CA to trust, PEM; or TOKENLOOM_TLS_CA.")
-    ] = None
-    tls_cert: Annotated[
-        Path | None, typer.Option(help="A certificate to show, PEM (mTLS); or TOKENLOOM_TLS_CERT.")
-    ] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM; or TOKENLOOM_TLS_KEY.")] = None
-
     control: ClassVar[bool] = False
 
     def connect(self, url: str) -> Remote:
@@ -92,7 +83,7 @@ class ReadAccess:
             return self._grpc(Address(address.targets, address.run, address.is_tls(False)))
         rest_url, grpc_address = self._locate(url)
         rest = self._rest(rest_url)
-        return _same(rest, self._grpc(replace(grpc_address, run=rest.only_run(None))))
+        return _same(rest, self._grpc(replace(grpc_address, run=rest.only_run())))
 
     def _locate(self, url: str) -> tuple[str, Address]:
         """The URL of REST and the address of gRPC, by what the port at an address says of the other one."""
@@ -100,7 +91,7 @@ class ReadAccess:
 
         address = _parsed(url)
         grpc_address = Address(
-            address.targets, address.run, address.is_tls(self._files.or_of(os.environ) != NO_FILES)
+            address.targets, address.run, address.is_tls(TlsFiles().or_of(os.environ) != TlsFiles())
         )
         if not address.is_grpc:
             try:
@@ -118,23 +109,17 @@ class ReadAccess:
         from tokenloom_tools.remote import Remote
 
         file = self._token_file(_parsed(url).targets)
-        return Remote(url, os.environ, token_file=file, files=self._files, control=self.control)
+        return Remote(url, os.environ, token_file=file, control=self.control)
 
     def _grpc(self, address: Address) -> Servers:
         from tokenloom_tools.peek.servers import Servers
 
-        return Servers(
-            address, os.environ, token_file=self._token_file(address.targets), files=self._files
-        )
+        return Servers(address, os.environ, token_file=self._token_file(address.targets))
 
     def _token_file(self, targets: Sequence[str]) -> Path | None:
         """Where no token is given, for a server of this machine, the one that it made in this folder."""
         is_here = all(is_loopback(target.rpartition(":")[0]) for target in targets)
         return self.token_file or (kept_token(DEFAULT_FOLDER) if is_here else None)
-
-    @property
-    def _files(self) -> TlsFiles:
-        return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
 
 
 def _same(rest: Remote, servers: Servers) -> Servers:
@@ -152,7 +137,7 @@ def _same(rest: Remote, servers: Servers) -> Servers:
 
 @dataclass(frozen=True, slots=True)
 class ControlAccess(ReadAccess):
-    """Token and TLS of a command that changes something at a server."""
+    """The token of a command that changes something at a server."""
 
     token_file: _ControlTokenFile = None
 
@@ -179,8 +164,8 @@ def snapshot_text(path: Path, inside: str | None) -> str:
 
 # The mixture: a file, or the short form on the command line.
 
-#: The heading in --help of what stands instead of a mixture file.
-PANEL = "A mixture without a file"
+#: The headings in --help of what stands instead of a mixture file, and of what a mixture may read.
+PANEL, DATA = "A mixture without a file", "The data"
 Mixture = Annotated[
     Path | None,
     typer.Argument(help="A mixture file (YAML); see docs/mixture-file.md.", metavar="MIXTURE.yaml"),
@@ -227,48 +212,53 @@ class MixtureOptions:
     data_root: Annotated[
         list[str] | None,
         typer.Option(
-            help="A folder or URL below which all data and tokenisers of a mixture file must lie; may be given again. "
-            f"[env: {DATA_ROOTS}]",
+            help="A folder or URL below which all data and tokenisers of a mixture file must lie; may be given again; "
+            f"or {DATA_ROOTS}.",
             metavar="PLACE",
+            rich_help_panel=DATA,
         ),
     ] = None
     allow_plugins: Annotated[
         str | None,
         typer.Option(
-            help="Source schemes of other installed packages that a mixture may name; their code is run. "
-            "[env: TOKENLOOM_ALLOW_PLUGINS]",
+            help="Source schemes of other installed packages that a mixture may name; their code is run; "
+            "or TOKENLOOM_ALLOW_PLUGINS.",
             metavar="NAME,…",
+            rich_help_panel=DATA,
         ),
     ] = None
     allow_transforms: Annotated[
         str | None,
         typer.Option(
-            help="Experimental. Functions of yours that a mixture's sources may name as transform; their code is run. "
-            "[env: TOKENLOOM_ALLOW_TRANSFORMS]",
-            metavar="MODULE:FUNCTION,…",
+            help="Experimental. Functions of yours that a mixture's sources may name as transform; their code is run; "
+            "or TOKENLOOM_ALLOW_TRANSFORMS.",
+            metavar="NAME,…",
+            rich_help_panel=DATA,
         ),
     ] = None
     cache: Annotated[
         Path | None,
         typer.Option(
-            help="Keep what is read of remote storage in this folder of a local disk. [env: TOKENLOOM_CACHE]"
+            help="Keep what is read of remote storage in this folder of a local disk; or TOKENLOOM_CACHE.",
+            metavar="DIR",
+            rich_help_panel=DATA,
         ),
     ] = None
     cache_size: Annotated[
         str | None,
         typer.Option(
-            help="How large it may become; 100G if not given. [env: TOKENLOOM_CACHE_SIZE]",
-            metavar="SIZE",
+            help="How large it may become; 100G if not given; or TOKENLOOM_CACHE_SIZE.",
+            hidden=True,
         ),
     ] = None
     decompress_mib: Annotated[
         int | None,
         typer.Option(
-            help="MiB of memory that decoding a compressed file may take: 128 of zstd and 256 of xz if not given. "
-            "[env: TOKENLOOM_DECOMPRESS_MIB]",
-            metavar="MIB",
+            help="MiB of memory that decoding a compressed file may take: 128 of zstd and 256 of xz if not given; "
+            "or TOKENLOOM_DECOMPRESS_MIB.",
             min=1,
             max=99999,
+            hidden=True,
         ),
     ] = None
     dataset_mix: Annotated[
@@ -317,7 +307,7 @@ class MixtureOptions:
 
     def use_cache(self) -> None:
         """Whatever this process reads of remote storage is kept where --cache says, and what is compressed takes as
-        much memory as --decompress-mib. Raises ``ConfigError``."""
+        much memory as decompress-mib says. Raises ``ConfigError``."""
         from tokenloom_server.sources import compressed
         from tokenloom_server.storage import cache
 

@@ -59,7 +59,8 @@ def plan(
     form = None if picture is None else _picture_format(picture)
     notes: Sequence[tuple[bool, str]] = ()
     if mixture is not None and _is_server(mixture):
-        made = access.connect(mixture).plan(mixture_options.run, until)
+        server = access.connect(mixture)
+        made = server.plan(server.only_run(mixture_options.run or ""), until)
     else:
         made, notes = _planned(mixture_options, Path(mixture) if mixture else None, until)
     if picture is not None and form is not None:

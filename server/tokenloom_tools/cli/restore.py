@@ -10,12 +10,11 @@ from tokenloom_server.errors import ConfigError
 from tokenloom_server.reports.stats import skips_text
 
 from tokenloom_tools.cli.common import say
-from tokenloom_tools.cli.options import ControlAccess, Inside, RunName, Url, snapshot_text
+from tokenloom_tools.cli.options import ControlAccess, Inside, Url, snapshot_text
 
 
 def restore(
     url: Url,
-    run: RunName = None,
     snapshot: Annotated[
         str | None, typer.Option(help="The id of a snapshot that was saved in the ledger.")
     ] = None,
@@ -24,7 +23,7 @@ def restore(
         typer.Option(min=0, help="A sample index: where the trainer's checkpoint stands."),
     ] = None,
     state: Annotated[
-        Path | None, typer.Option(help="A checkpoint, whatever tokenloom checkpoint show reads.")
+        Path | None, typer.Option(help="A checkpoint, whatever tokenloom checkpoint reads.")
     ] = None,
     inside: Inside = None,
     skip_samples: Annotated[
@@ -53,7 +52,7 @@ def restore(
     launch that comes there passes over them, and they count as skipped, not as consumed.
     """
     server = access.connect(url)
-    name = server.only_run(run)
+    name = server.only_run()
     if cancel:
         server.cancel_restore(name)
         say(f"{name}: nothing is pinned any more; the next launch resumes from where it asks to")

@@ -11,7 +11,7 @@ import typer
 from tokenloom_server.errors import ConfigError
 
 from tokenloom_tools.cli.common import console, print_json
-from tokenloom_tools.cli.options import ControlAccess, RunName
+from tokenloom_tools.cli.options import ControlAccess
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,6 @@ class RevisionOptions:
     author: Annotated[
         str | None, typer.Option(help="Who asks for it; the name of the user if not given.")
     ] = None
-    run: RunName = None
     sample_index: Annotated[
         int | None,
         typer.Option(
@@ -50,13 +49,13 @@ class RevisionOptions:
         access: ControlAccess,
         change: dict[str, Any],
         *,
-        run: str | None = None,
+        run: str = "",
         ask: bool = False,
     ) -> None:
         """Has the server make the ``change`` (a body as the route takes it), and prints the revision.
 
-        ``run``: where no option names one. ``ask``: only once somebody said yes to it. Raises ``ConfigError``, and what
-        the server answers.
+        ``run``: where the address names none. ``ask``: only once somebody said yes to it. Raises ``ConfigError``, and
+        what the server answers.
         """
         from tokenloom_server.core.amounts import parse_amount
 
@@ -72,7 +71,7 @@ class RevisionOptions:
         if self.total_tokens is not None:
             body["total_tokens"] = parse_amount(self.total_tokens, "--at-tokens")
         server = access.connect(url)
-        name = server.only_run(self.run or run)
+        name = server.only_run(run)
         if self.dry_run or ask:
             planned = server.revise(name, {**body, "dry_run": True})
             if not self.as_json or ask:
@@ -91,32 +90,6 @@ class RevisionOptions:
             print_json(made.model_dump())
         else:
             print_revision(console(), name, made, "holds")
-
-
-def parse_weight(text: str) -> float | list[list[float]]:
-    """The value of --weight: a number, or the points of a schedule. Raises ``ConfigError``."""
-    from tokenloom_server.core.amounts import parse_amount
-
-    expected = "a number above 0, or points TOKENS:WEIGHT such as 0:1,2B:0.1"
-    if ":" not in text:
-        return float(parse_number(text, "--weight", expected))
-    points = []
-    for part in text.split(","):
-        tokens, _, weight = part.partition(":")
-        begin = 0 if tokens.strip() == "0" else parse_amount(tokens, "--weight")
-        points.append([begin, float(parse_number(weight, "--weight", expected))])
-    return points
-
-
-def parse_number(text: str, option: str, expected: str = "a number above 0, or inf") -> float | str:
-    """As JSON has it: infinity is the text ``inf``. Raises ``ConfigError``."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if value != value or value < 0:
-        raise ConfigError(f"{option}: {text!r} is not {expected}")
-    return "inf" if value == float("inf") else value
 
 
 def user_name() -> str:

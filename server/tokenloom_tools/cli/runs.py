@@ -3,90 +3,87 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from tokenloom_server.errors import ConfigError
 
-from tokenloom_tools.cli.command import command
 from tokenloom_tools.cli.common import print_json, say
-from tokenloom_tools.cli.options import ControlAccess, ReadAccess, Url
+from tokenloom_tools.cli.options import ControlAccess, Url
 from tokenloom_tools.cli.revision import user_name
 
-app = typer.Typer(
-    name="runs",
-    help="The runs of a server: list, add, reload and remove them while it serves.",
-    no_args_is_help=True,
-)
-
-_Reason = Annotated[
-    str | None,
-    typer.Option(
-        help="Where the mixture differs from the one in force, make that a revision, for this reason."
-    ),
-]
-_Run = Annotated[
-    str, typer.Argument(help="The run's name, or that of its file where it could not be read.")
-]
+if TYPE_CHECKING:
+    from tokenloom_tools.remote import Remote
 
 
-@command(app, "list")
-def list_runs(
+def runs(
     url: Url,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the document as JSON.")] = False,
+    add: Annotated[
+        Path | None,
+        typer.Option(
+            help="Add a run, of this mixture file on the server's machine. One that the ledger knows goes on where it "
+            "was.",
+            metavar="MIXTURE.yaml",
+        ),
+    ] = None,
+    reload: Annotated[
+        str | None,
+        typer.Option(
+            help="Have the mixture file of this run read again; one that could not be brought up is tried again. "
+            "Trainers go on, or wait for a moment.",
+            metavar="RUN",
+        ),
+    ] = None,
+    remove: Annotated[
+        str | None,
+        typer.Option(
+            help="Remove this run. Its trainers end with an error that says so; the ledger keeps the run.",
+            metavar="RUN",
+        ),
+    ] = None,
+    reason: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the mixture differs from the one in force, make that a revision, for this reason; else it is "
+            "refused."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
     *,
-    access: ReadAccess,
+    access: ControlAccess,
 ) -> None:
-    """List the runs of a server, and the mixtures that it could not bring up or reload, with what is wrong."""
+    """List the runs of a server, and the mixtures that it could not bring up or reload, with what is wrong; or add,
+    reload or remove a run while it serves.
+
+    Whether an added run is there again after a restart of the server, the answer says. A run is called as its file
+    where that could not be read.
+    """
+    server, why = access.connect(url), {"reason": reason, "author": user_name()}
+    if [add, reload, remove].count(None) < 2:
+        raise ConfigError("give at most one of --add, --reload and --remove")
+    if add is not None:
+        done, text = server.add_run(file=str(add.absolute()), **why), "added, from {}"
+    elif reload is not None:
+        done, text = server.reload_run(reload, **why), "reloaded, from {}"
+    elif remove is not None:
+        done, text = server.remove_run(remove), "removed; the ledger keeps it"
+    else:
+        _list(server, as_json)
+        return
+    say(f"{done.run}: {text.format(done.origin)}. {done.note}")
+
+
+def _list(server: Remote, as_json: bool) -> None:
     from tokenloom_tools.reports.stats_text import line_of
 
-    server = access.connect(url)
     listed = server.list_runs()
     if as_json:
         print_json(listed.model_dump())
         return
-    for stats in server.stats(None):
+    for stats in server.stats():
         say(line_of(stats))
     for broken in listed.broken:
         state = (
             "served as it was; its mixture file was not taken" if broken.served else "not served"
         )
         say(f"{broken.run}: {state} ({broken.origin}): {broken.error}: {broken.message}")
-
-
-@command(app)
-def add(
-    url: Url,
-    mixture: Annotated[
-        Path, typer.Argument(help="A mixture file on the server's machine.", metavar="MIXTURE.yaml")
-    ],
-    reason: _Reason = None,
-    *,
-    access: ControlAccess,
-) -> None:
-    """Add a run to a server, beside those that it serves.
-
-    A run that the ledger knows goes on where it was. Whether it is there again after a restart of the server, the
-    answer says.
-    """
-    added = access.connect(url).add_run(
-        file=str(mixture.absolute()), reason=reason, author=user_name()
-    )
-    say(f"{added.run}: added, from {added.origin}. {added.note}")
-
-
-@command(app)
-def remove(url: Url, run: _Run, *, access: ControlAccess) -> None:
-    """Remove a run from a server. Its trainers end with an error that says so; the ledger keeps the run."""
-    removed = access.connect(url).remove_run(run)
-    say(f"{removed.run}: removed; the ledger keeps it. {removed.note}")
-
-
-@command(app)
-def reload(url: Url, run: _Run, reason: _Reason = None, *, access: ControlAccess) -> None:
-    """Have a server read the mixture file of a run again.
-
-    A run that could not be brought up is tried again. What differs from the mixture in force is refused, unless a
-    reason makes it a revision. Trainers go on, or wait for a moment.
-    """
-    reloaded = access.connect(url).reload_run(run, reason=reason, author=user_name())
-    say(f"{reloaded.run}: reloaded, from {reloaded.origin}. {reloaded.note}")

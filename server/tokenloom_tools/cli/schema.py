@@ -18,7 +18,7 @@ def schema_text() -> str:
 def schema() -> None:
     """Print the JSON Schema of the mixture file, by which editors complete it and find faults as you type.
 
-    tokenloom schema > mixture.schema.json, and as the first line of the mixture file
-    # yaml-language-server: $schema=mixture.schema.json
+    tokenloom schema > mixture.schema.json writes it; the first line of the mixture file is then
+    "# yaml-language-server: $schema=mixture.schema.json".
     """
     print_document(schema_text())

@@ -24,7 +24,7 @@ from tokenloom_server.errors import ConfigError
 from tokenloom_tools.cli.command import add_command
 from tokenloom_tools.cli.common import LogFormat, logs_json, set_up_logging
 from tokenloom_tools.cli.config import SETTINGS, ConfigFile, show
-from tokenloom_tools.cli.options import MixtureOptions
+from tokenloom_tools.cli.options import DATA, MixtureOptions
 from tokenloom_tools.cli.root import App
 from tokenloom_tools.cli.token import MadeToken, make_token
 
@@ -47,23 +47,32 @@ END_S = 25.0
 ROW_S = 1.0
 
 
+#: The headings in --help of what few need.
+WAITS, CALLERS, PROCESS = "How long it waits", "Who may call", "The process"
+
+
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Where a server listens, where it keeps what, and for how long it waits."""
 
-    grpc: Annotated[str, typer.Option(help="Where trainers connect; port 0 picks a free one.")] = (
-        "127.0.0.1:50051"
-    )
+    grpc: Annotated[
+        str,
+        typer.Option(help="Where trainers connect; port 0 picks a free one.", metavar="HOST:PORT"),
+    ] = "127.0.0.1:50051"
     rest: Annotated[
-        str, typer.Option(help="REST API, metrics and the page; port 0 picks a free one.")
+        str,
+        typer.Option(
+            help="REST API, metrics and the page; port 0 picks a free one.", metavar="HOST:PORT"
+        ),
     ] = "127.0.0.1:8080"
     health: Annotated[
         str | None,
         typer.Option(
-            help="Also answer /healthz and /readyz at HOST:PORT, by themselves: also while all connections of REST are "
-            "taken. Without a token and TLS; port 0 picks a free one.",
+            help="Also answer /healthz and /readyz there, by themselves: also while all connections of REST are "
+            "taken. Without a token and TLS; port 0 picks a free one; or TOKENLOOM_HEALTH.",
             metavar="HOST:PORT",
             envvar="TOKENLOOM_HEALTH",
+            rich_help_panel=PROCESS,
         ),
     ] = None
     ledger: Annotated[
@@ -71,25 +80,34 @@ class ServerOptions:
         typer.Option(
             help="Where committed state lives: sqlite:///file (relative to the first mixture file) or "
             "redis://host:port/db (needs appendonly yes and appendfsync always). auto: tokenloom.db beside the first "
-            "mixture file, or on a disk of this machine where that folder is shared or read-only.",
+            "mixture file, or on a disk of this machine where that folder is shared or read-only; "
+            "or TOKENLOOM_LEDGER.",
             envvar="TOKENLOOM_LEDGER",
+            metavar="URL",
         ),
     ] = "sqlite:///tokenloom.db"
     ready_file: Annotated[
         Path | None,
         typer.Option(
-            help="Write both addresses and the runs there as JSON once the server is ready."
+            help="Write both addresses and the runs there as JSON once the server is ready.",
+            metavar="FILE",
+            rich_help_panel=PROCESS,
         ),
     ] = None
     index_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder for cached line indexes; beside each mixture file if not given."),
+        typer.Option(
+            help="Folder for cached line indexes; beside each mixture file if not given.",
+            metavar="DIR",
+            rich_help_panel=PROCESS,
+        ),
     ] = None
     runs_dir: Annotated[
         Path | None,
         typer.Option(
             help="A folder of mixture files: each *.yaml in it is a run. Files that come, change or go while the "
-            "server is up add, reload and remove their runs."
+            "server is up add, reload and remove their runs.",
+            metavar="DIR",
         ),
     ] = None
     standby: Annotated[
@@ -112,7 +130,9 @@ class ServerOptions:
         typer.Option(
             min=1,
             max=3600,
-            help="Seconds after which a server that cannot reach the ledger may be replaced.",
+            help="After which a server that cannot reach the ledger may be replaced.",
+            metavar="SECONDS",
+            rich_help_panel=WAITS,
         ),
     ] = 15.0
     liveness: Annotated[
@@ -120,27 +140,35 @@ class ServerOptions:
         typer.Option(
             min=0,
             max=3600,
-            help="Seconds of silence after which a rank no longer keeps its run from a new attempt.",
+            help="Of silence, after which a rank no longer keeps its run from a new attempt.",
+            metavar="SECONDS",
+            rich_help_panel=WAITS,
         ),
     ] = 15.0
     storage_timeout: Annotated[
         float,
         typer.Option(
             min=1,
-            help="Seconds that storage may not answer, or answer with errors, before the run stops with an error.",
+            help="That storage may not answer, or answer with errors, before the run stops with an error.",
+            metavar="SECONDS",
+            rich_help_panel=WAITS,
         ),
     ] = 300.0
     log_positions: Annotated[
         float,
         typer.Option(
-            min=0, help="Seconds between lines that say where each source stands; 0 for none."
+            min=0,
+            help="Seconds between lines that say where each source stands; 0 for none.",
+            hidden=True,
         ),
     ] = 0.0
     rank_timeout: Annotated[
         float,
         typer.Option(
             min=1,
-            help="Seconds that ranks wait for one that does not go on, before they get an error.",
+            help="That ranks wait for one that does not go on, before they get an error.",
+            metavar="SECONDS",
+            rich_help_panel=WAITS,
         ),
     ] = 300.0
 
@@ -152,14 +180,17 @@ class ServerAccess:
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="A file with the token that trainers and operators show; mode 0600. Without it: TOKENLOOM_TOKEN."
+            help="The token that trainers and operators show; mode 0600. Without it: TOKENLOOM_TOKEN.",
+            metavar="FILE",
+            rich_help_panel=CALLERS,
         ),
     ] = None
     read_token_file: Annotated[
         Path | None,
         typer.Option(
             help="A file with a second token, for reading alone: figures, metrics, the page. Without it: "
-            "TOKENLOOM_READ_TOKEN."
+            "TOKENLOOM_READ_TOKEN.",
+            hidden=True,
         ),
     ] = None
     make_token: Annotated[
@@ -173,18 +204,28 @@ class ServerAccess:
     tokens: Annotated[
         Path | None,
         typer.Option(
-            help="A file of named tokens, each with a scope and its runs, made by tokenloom token create; mode 0600. "
-            "Read again when it changes."
+            help="Named tokens, each with a scope and its runs, made by tokenloom token create; mode 0600. Read again "
+            "when the file changes.",
+            metavar="FILE",
+            rich_help_panel=CALLERS,
         ),
     ] = None
     tls_cert: Annotated[
         Path | None,
-        typer.Option(help="The server's certificate chain, PEM: gRPC and REST use TLS."),
+        typer.Option(
+            help="The server's certificate chain, PEM: gRPC and REST use TLS.",
+            metavar="FILE",
+            rich_help_panel=CALLERS,
+        ),
     ] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None
+    tls_key: Annotated[
+        Path | None, typer.Option(help="Its key, PEM.", metavar="FILE", rich_help_panel=CALLERS)
+    ] = None
     tls_client_ca: Annotated[
         Path | None,
-        typer.Option(help="A CA, PEM: every client must show a certificate of it (mTLS)."),
+        typer.Option(
+            help="A CA, PEM: every client must show a certificate of it (mTLS).", hidden=True
+        ),
     ] = None
 
     def access(self, made: MadeToken | None) -> Access:
@@ -222,29 +263,33 @@ class Readers:
             "local:N, on N CPUs of this machine. The order stays the same to the token. See docs/scale.md: to prepare "
             "the text once is nearly always better.",
             metavar="auto|local:N",
+            rich_help_panel=DATA,
         ),
     ] = None
     readers_cpus: Annotated[
-        float, typer.Option(min=0.01, max=1024, help="CPUs that a task of a reader takes.")
+        float,
+        typer.Option(min=0.01, max=1024, help="CPUs that a task of a reader takes.", hidden=True),
     ] = 1.0
     readers_resource: Annotated[
         list[str] | None,
         typer.Option(
-            help="A resource of Ray's that a task takes beside, such as tokeniser=1.",
-            metavar="NAME=AMOUNT",
+            help="A resource of Ray's that a task takes beside, such as tokeniser=1.", hidden=True
         ),
     ] = None
     readers_late: Annotated[
         float,
         typer.Option(
-            min=1, help="Seconds without an answer after which rows are asked for again elsewhere."
+            min=1,
+            help="Seconds without an answer after which rows are asked for again elsewhere.",
+            hidden=True,
         ),
     ] = 30.0
     readers_fallback: Annotated[
         Literal["local"] | None,
         typer.Option(
-            help="Where readers give nothing for --storage-timeout: local reads the rows in the server; else the run "
-            "ends with an error."
+            help="Where readers give nothing for the storage timeout: local reads the rows in the server; else the run "
+            "ends with an error.",
+            hidden=True,
         ),
     ] = None
 
@@ -266,7 +311,7 @@ class Readers:
             address=address,
             local_cpus=cpus,
             needs=Needs(
-                self.readers_cpus, resources=amounts("--readers-resource", self.readers_resource)
+                self.readers_cpus, resources=amounts("readers-resource", self.readers_resource)
             ),
             late_s=self.readers_late,
             timeout_s=storage_timeout,
@@ -283,11 +328,18 @@ class ProcessOptions:
         typer.Option(
             help="The process that starts this server: killed at once when that ends, on Linux.",
             metavar="PID",
+            rich_help_panel=PROCESS,
         ),
     ] = None
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info"
+    log_level: Annotated[
+        str, typer.Option(help="debug, info, warning or error.", metavar="LEVEL")
+    ] = "info"
     log_format: Annotated[
-        LogFormat, typer.Option(help="Lines for people, or a JSON object a line. Times are in UTC.")
+        LogFormat,
+        typer.Option(
+            help="Lines for people, or a JSON object a line. Times are in UTC.",
+            rich_help_panel=PROCESS,
+        ),
     ] = LogFormat.TEXT
 
 
@@ -342,25 +394,25 @@ class Command:
         )
 
 
-def config(
+def serve(
     ctx: typer.Context,
     *,
     command: Command,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the options as JSON.")] = False,
+    settings: Annotated[
+        bool,
+        typer.Option("--settings", help="Print all settings, and where each comes from, and end."),
+    ] = False,
 ) -> None:
-    """Show the options that tokenloom serve would have here, and where each comes from.
-
-    Takes the same options. They come from the command line, else the environment (TOKENLOOM_SERVE_…), else the file of
-    --config, else they have their defaults. Secrets are not shown.
-    """
-    show(ctx, as_json=as_json)
-
-
-def serve(command: Command) -> None:
     """Serve one or more runs until SIGTERM or Ctrl-C.
 
     Trainers then use RemoteDataset("grpc://HOST:PORT/RUN", batch_size=…).
+
+    Each option may also be a variable (TOKENLOOM_SERVE_GRPC), or a line of the file of --config; some settings are
+    nothing else, and --settings prints them all. The command line wins over variables, and these over the file.
     """
+    if settings:
+        show(ctx)
+        return
     options, access, process = command.options, command.access, command.process
     set_up_logging(process.log_level, process.log_format)
     if process.parent is not None:

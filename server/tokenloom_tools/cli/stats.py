@@ -12,10 +12,6 @@ from tokenloom_tools.cli.options import ReadAccess, Url
 
 def stats(
     url: Url,
-    run: Annotated[
-        str | None,
-        typer.Option(help="Which run; if not given and there are several, a line for each."),
-    ] = None,
     every_source: Annotated[
         bool, typer.Option("--all", help="Show each source also where there are many.")
     ] = False,
@@ -25,10 +21,10 @@ def stats(
     *,
     access: ReadAccess,
 ) -> None:
-    """Show the mix of a running server: shares, rows, tokens, epochs, ranks."""
+    """Show the mix of a run: shares, rows, tokens, epochs, ranks; of a server with several runs a line for each."""
     from tokenloom_tools.reports.stats_text import line_of, print_stats
 
-    documents = access.connect(url).stats(run)
+    documents = access.connect(url).stats()
     for document in documents:
         if as_json:
             print_json(document.model_dump())
@@ -37,4 +33,4 @@ def stats(
         else:
             print_stats(console(), document, every_source=every_source)
     if len(documents) > 1 and not as_json:
-        say("--run NAME shows one of them")
+        say(f"{url}/RUN shows one of them")

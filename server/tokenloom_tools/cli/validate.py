@@ -42,20 +42,11 @@ def validate(
     print_file: Annotated[
         bool, typer.Option("--print", help=_HELP["print"], rich_help_panel=PANEL)
     ] = False,
-    scan: Annotated[
-        bool, typer.Option("--scan", help=_HELP["scan"], rich_help_panel=PANEL)
-    ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help=_HELP["full"], rich_help_panel=PANEL)
-    ] = False,
-    record: Annotated[
-        bool, typer.Option("--record", help=_HELP["record"], rich_help_panel=PANEL)
-    ] = False,
-    look_seconds: Annotated[
-        float, typer.Option(help=_HELP["seconds"], min=0, rich_help_panel=PANEL)
-    ] = 60.0,
-    look_bytes: Annotated[int, typer.Option(help=_HELP["bytes"], min=0, rich_help_panel=PANEL)] = 1
-    << 30,
+    scan: Annotated[bool, typer.Option("--scan", help=_HELP["scan"])] = False,
+    full: Annotated[bool, typer.Option("--full", help=_HELP["full"])] = False,
+    record: Annotated[bool, typer.Option("--record", help=_HELP["record"])] = False,
+    look_seconds: Annotated[float, typer.Option(help=_HELP["seconds"], min=0, metavar="S")] = 60.0,
+    look_bytes: Annotated[int, typer.Option(help=_HELP["bytes"], min=0, metavar="N")] = 1 << 30,
 ) -> None:
     """Check a mixture, its sources and its tokeniser, without serving anything.
 

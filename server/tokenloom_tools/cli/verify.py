@@ -1,4 +1,4 @@
-"""``tokenloom verify``: whether two runs had the same data."""
+"""``tokenloom verify``: which data a run had, and whether two runs had the same."""
 
 from __future__ import annotations
 
@@ -6,46 +6,48 @@ from typing import Annotated
 
 import typer
 
-from tokenloom_tools.cli.common import console, print_json
-from tokenloom_tools.cli.options import ReadAccess
+from tokenloom_tools.cli.common import console, print_document, print_json
+from tokenloom_tools.cli.options import Inside, ReadAccess
 
 
 def verify(
     a: Annotated[
         str,
         typer.Argument(
-            help="A server's REST address, with /RUN where it has several, or a checkpoint, a file or folder.",
+            help="A server's address, with /RUN where it has several, or a checkpoint, a file or folder.",
             metavar="A",
         ),
     ],
-    b: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
-    run_a: Annotated[str | None, typer.Option(help="The run of A, where A is a server.")] = None,
-    run_b: Annotated[str | None, typer.Option(help="The run of B, where B is a server.")] = None,
-    inside_a: Annotated[
-        str | None, typer.Option(help="Where in the checkpoint A the state lies.")
+    b: Annotated[
+        str | None, typer.Argument(help="The other one, to compare A with.", metavar="B")
     ] = None,
-    inside_b: Annotated[
-        str | None, typer.Option(help="Where in the checkpoint B the state lies.")
-    ] = None,
+    inside: Inside = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON.")] = False,
     *,
     access: ReadAccess,
 ) -> None:
-    """Prove whether two runs had the same data, on any topology, and up to which sample.
+    """Prove whether two runs had the same data, on any topology, and up to which sample; or say which data one run had.
 
-    Compares rolling digests. Where they differ, servers are asked for digests at earlier samples until the first
-    sample that differs is found. Exit status: 0 if the data are the same up to the end of the shorter run, 1 if they
-    differ, 2 if that is not known.
+    Of two, compares rolling digests. Where they differ, servers are asked for digests at earlier samples until the
+    first sample that differs is found. Exit status: 0 if the data are the same up to the end of the shorter run, 1 if
+    they differ, 2 if that is not known.
+
+    Of a served run alone, writes what a model card needs to say about its data, as Markdown: sources, tokens, epochs,
+    digests, launches.
     """
+    if b is None:
+        from tokenloom_tools.reports.model_card import markdown
+
+        server = access.connect(a)
+        report = server.report(server.only_run())
+        print_json(report.model_dump()) if as_json else print_document(markdown(report))
+        return
     from tokenloom_tools.verify.compare import compare
     from tokenloom_tools.verify.digests import open_source
     from tokenloom_tools.verify.text import PROVES, document, explain
 
     with console(stderr=True).status("comparing"):
-        both = (
-            open_source(a, run_a, access.connect, inside_a),
-            open_source(b, run_b, access.connect, inside_b),
-        )
+        both = (open_source(a, access.connect, inside), open_source(b, access.connect, inside))
         verdict = compare(*both)
         lines = explain(verdict, *both)
     if as_json:

@@ -42,10 +42,10 @@ class Service:
     def committed(self, run: str, sample_index: int) -> RunStats:
         """The stats once everything before ``sample_index`` is in the ledger."""
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
-        remote = Remote(self.page, {})
+        remote = Remote(f"{self.page}{run}", {})
         while True:
             try:
-                (stats,) = remote.stats(run)
+                (stats,) = remote.stats()
             except TokenloomError as error:
                 raise self.child.failure(str(error)) from None
             if stats.sample_index >= sample_index:

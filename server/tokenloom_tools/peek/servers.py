@@ -11,7 +11,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.address import Address, reached_at
-from tokenloom_proto.credentials import NO_FILES, Credentials, TlsFiles
+from tokenloom_proto.credentials import Credentials
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.errors import named
 from tokenloom_proto.rest import TIMEOUT_S, About
@@ -36,9 +36,8 @@ class Servers:
         environment: Mapping[str, str],
         *,
         token_file: Path | None = None,
-        files: TlsFiles = NO_FILES,
     ) -> None:
-        """Token and files of TLS are those given, else the environment's (see ``Credentials``).
+        """The token is that of the file, else of the environment, as files of TLS are (see ``Credentials``).
 
         Raises ``ConfigError``, also where the token would travel unencrypted to another machine.
         """
@@ -48,7 +47,6 @@ class Servers:
                 address.hosts,
                 tls=address.tls,
                 token=token_to_look(environment, token_file),
-                files=files,
                 environment=environment,
             )
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""A trace for people: what `tokenloom trace` prints."""
+"""A trace for people: what `tokenloom peek --documents` prints."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.errors import ConfigError, SnapshotInvalid
+from tokenloom_server.errors import SnapshotInvalid
 
 from tokenloom_tools.checkpoint.file import find
 from tokenloom_tools.remote import Remote
@@ -118,20 +118,16 @@ def of_file(path: Path, inside: str | None = None) -> DigestSource:
 
 
 def open_source(
-    named: str, run: str | None, connect: Callable[[str], Remote], inside: str | None = None
+    named: str, connect: Callable[[str], Remote], inside: str | None = None
 ) -> DigestSource:
     """What an argument of the command line names: a server (``http://host:port``, perhaps with ``/run``), or a file.
 
     Raises ``ConfigError``, ``SnapshotInvalid``, and what asking the server raises.
     """
     if Path(named).exists() or ":" not in named:
-        if run is not None:
-            raise ConfigError(
-                f"{named}: is a file, which says itself of which run it is; {run!r} is for a server's address"
-            )
         return of_file(Path(named), inside)
     remote = connect(named)
-    name = remote.only_run(run, "name one: its address with /RUN, or by --run-a, --run-b")
+    name = remote.only_run()
     return of_server(remote, name, f"{remote.url}/{name}")
 
 
