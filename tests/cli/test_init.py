@@ -390,8 +390,36 @@ def test_conversations_are_rendered_by_the_tokenisers_template(
     assert "packing" not in written()
 
 
+def test_a_folder_of_mixed_chats_and_books_is_what_each_of_them_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("data/chat", "data/books"):
+        Path(folder).mkdir(parents=True)
+    turns = [{"from": "human", "value": WORDS}, {"from": "gpt", "value": WORDS}]
+    for number in range(2):
+        Path(f"data/chat/chat{number}.jsonl").write_text(f"{json.dumps({'messages': SAID})}\n" * 40)
+        Path(f"data/chat/sharegpt{number}.jsonl").write_text(
+            f"{json.dumps({'conversations': turns})}\n" * 40
+        )
+        Path(f"data/books/book{number}.txt").write_text(f"{WORDS}\n{WORDS}\n\n" * 40)
+    for tokenizer, fault in ((str(TOKENIZER), ""), ("bytes", "name one that has: a folder")):
+        output = init("data", "--tokenizer", tokenizer, "--sequence-length", "256", "--force")
+        children = written()["mixture"]["children"]
+        columns = {
+            child["source"].partition(":data/")[2]: child.get("chat_format") for child in children
+        }
+        assert columns == {
+            "books/*.txt:file": None,
+            "chat/chat*.jsonl:messages": None,
+            "chat/sharegpt*.jsonl:conversations": "sharegpt",
+        }
+        assert fault in output and ("no run can begin" in output) == bool(fault)
+
+
 def test_weights_are_of_bytes_and_it_says_so_where_tokens_cannot_be_estimated(here: Path) -> None:
     Path("data/docs.jsonl").write_text('{"text": "a"}\n{"text": \n')
     output = init("data", "--tokenizer", "bytes", "--column", "docs=text")
-    assert "warning: weights are the parts of the bytes on disk" in output
+    assert "warning: no run can begin with this yet: " in output
+    assert "Until then weights are the parts of the bytes on disk" in output
     assert "data/docs.jsonl" in output

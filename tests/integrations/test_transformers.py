@@ -16,13 +16,17 @@ from support.killed import EXAMPLES, FORM, kill_and_resume, two_runs
 from tokenloom import (
     EvaluationDataset,
     LaunchOptions,
+    LocalDataset,
     RemoteDataset,
     TokenBudget,
     TokenLRScheduler,
     TokenProgress,
 )
 from tokenloom.integrations.transformers import TokenloomTrainer, last_checkpoint
+from tokenloom.integrations.trl import TokenloomSFTTrainer
+from torch.nn.functional import cross_entropy
 from transformers import (
+    ByT5Tokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -30,6 +34,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from trl import SFTConfig
 
 LENGTH = int(FORM["sequence_length"])
 #: Of the mixture of ``examples/sft``, in two epochs.
@@ -79,14 +84,16 @@ def dataset(url: str) -> Iterator[RemoteDataset]:
         yield found
 
 
-def arguments(folder: Path, **named: Any) -> TrainingArguments:
+def arguments(
+    folder: Path, form: type[TrainingArguments] = TrainingArguments, **named: Any
+) -> TrainingArguments:
     common = {
         "per_device_train_batch_size": 4,
         "logging_steps": 1,
         "save_steps": 4,
         "report_to": "none",
     }
-    return TrainingArguments(str(folder), use_cpu=True, disable_tqdm=True, **common | named)
+    return form(str(folder), use_cpu=True, disable_tqdm=True, **common | named)
 
 
 def model() -> LlamaForCausalLM:
@@ -137,6 +144,55 @@ def _remembered(function: Any, calls: list[int]) -> Any:
         return function(self, batch_samples, device)
 
     return remembered
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """A mixture file whose samples hold several documents each."""
+    rows = [json.dumps({"text": f"{row} " * (1 + row % 9)}) for row in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    sources = {"policy": "least_consumed", "children": [{"source": "jsonl:rows.jsonl:text"}]}
+    fields = {"run": "packed", "seed": 0, "tokenizer": "bytes", "sequence_length": LENGTH}
+    path = tmp_path / "mixture.yaml"
+    path.write_text(
+        yaml.safe_dump({**fields, "packing": "best_fit", "mixture": sources}), encoding="utf-8"
+    )
+    return path
+
+
+@pytest.mark.parametrize("of", ["transformers", "trl"])
+def test_with_position_ids_no_document_of_a_sample_sees_another(
+    of: str, packed: Path, tmp_path: Path
+) -> None:
+    with LocalDataset(packed, 4, columns=["document_ids"], resume="fresh") as dataset:
+        batch = next(iter(dataset))
+    alone, summed = model(), 0.0
+    for ids, labels, documents in zip(
+        batch["input_ids"], batch["labels"], batch["document_ids"], strict=True
+    ):
+        logits = torch.cat(
+            [
+                alone(input_ids=ids[documents == own][None]).logits[0]
+                for own in documents.unique_consecutive()
+            ]
+        )
+        summed += cross_entropy(logits[:-1], labels[1:], reduction="sum").item()
+    assert int(batch["document_ids"].max()) > 0
+    options: dict[str, Any] = {"max_steps": 1, "save_strategy": "no"}
+    with LocalDataset(packed, 4, columns=["position_ids"], resume="fresh") as dataset:
+        trainer: Trainer
+        if of == "trl":
+            args: Any = arguments(
+                tmp_path, SFTConfig, bf16=False, gradient_checkpointing=None, **options
+            )
+            named = {"train_dataset": dataset, "processing_class": ByT5Tokenizer()}
+            trainer = TokenloomSFTTrainer(model(), args, **named)
+        else:
+            trainer = TokenloomTrainer(
+                model(), arguments(tmp_path, **options), train_dataset=dataset
+            )
+        trained = trainer.train().training_loss
+    assert trained == pytest.approx(summed / batch["global_label_tokens"], rel=1e-5)
 
 
 def test_a_training_ends_with_its_data_and_saves_what_it_has(
@@ -197,14 +253,14 @@ def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(
     lines: list[str] = []
     budget = TokenBudget(context_length=LENGTH, batch_size=4, dataset_samples=SAMPLES)
 
-    def trainer(dataset: RemoteDataset, **named: Any) -> TokenloomTrainer:
+    def trainer(dataset: RemoteDataset, until: int = target, **named: Any) -> TokenloomTrainer:
         return TokenloomTrainer(
             model(),
             arguments(tmp_path, learning_rate=1e-3),
             train_dataset=dataset,
-            target_tokens=target,
+            target_tokens=until,
             token_lr=lambda optimizer: TokenLRScheduler(
-                optimizer, warmup_tokens=2 * 4 * LENGTH, target_tokens=target
+                optimizer, warmup_tokens=2 * 4 * LENGTH, target_tokens=until
             ),
             **named,
         )
@@ -234,6 +290,13 @@ def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(
             checkpoint == 6
         )
         caplog.clear()
+
+    # A later end in the script is one of the schedule, too.
+    with RemoteDataset(url, 4, launch=LaunchOptions(takeover=True)) as again:
+        longer = trainer(again, 8 * 4 * LENGTH)
+        longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert [step["learning_rate"] > 0 for step in logged(longer)[6:]] == [True, False]
+    assert f"target_tokens: {8 * 4 * LENGTH}, where the checkpoint has {target}" in caplog.text
 
 
 def test_evaluation_reads_the_same_samples_each_time(

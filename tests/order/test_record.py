@@ -157,7 +157,7 @@ def test_a_mixture_file_that_differs_is_refused_with_each_field_and_both_values(
     first, *found, last = str(caught.value).splitlines()
     assert first == "the mixture file of run 'test' differs from what the run began with:"
     assert [line.strip() for line in found] == lines
-    assert last.startswith("put these back, or begin a new run under another name")
+    assert last.startswith("put these back, or begin a new run under another name (`run`)")
 
 
 def test_what_does_not_touch_the_order_may_change(folder: Path) -> None:

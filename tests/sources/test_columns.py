@@ -220,7 +220,7 @@ def test_a_file_in_which_a_column_is_null_throughout_is_one_of_any_type(
         ], comparison
     assert all_rows(tmp_path, spec, template=Template.parse("{n}{column}")) == ["x", "x", "5x", "x"]
     written(pa.nulls(2), pa.array([["a"], None]), "n")
-    tools = all_rows(tmp_path, spec, template=Template.of_chat("column", "n"), as_json=True)
+    tools = all_rows(tmp_path, spec, template=Template.of_lines("column", "n"), as_json=True)
     assert tools == ["x\n", "x\n", 'x\n["a"]', "x\n"]
     spec = written(pa.nulls(2), pa.nulls(2), "column")
     with pytest.raises(
@@ -242,7 +242,7 @@ def test_text_that_should_be_json_and_is_none_is_a_bad_row(tmp_path: Path) -> No
             tmp_path / "a.parquet",
             pa.table({"column": pa.ListArray.from_arrays([0, 1, 2, 3], items)}),
         )
-        rules = {"template": Template.of_chat("column", None), "as_json": True}
+        rules = {"template": Template.of_lines("column"), "as_json": True}
         assert read(tmp_path, SPECS["parquet"], skip_bad=True, **rules) == ["", good, ""]
         with pytest.raises(
             SourceError, match=r"a\.parquet': row 0: the JSON in 'column' is damaged: Expecting ':'"

@@ -26,7 +26,7 @@ def lines(path: Path, rows: int = 4, **columns: object) -> None:
 
 
 def looked_at(base: Path, *places: str) -> Survey:
-    survey = Survey(base, SOURCES, lambda paths, _: paths[0])
+    survey = Survey(base, SOURCES, lambda paths, _: paths[0], lambda columns: "messages" in columns)
     for place in places or ("data",):
         survey.look_at(place)
     read = [

@@ -184,3 +184,35 @@ def test_what_another_message_may_have_written_is_a_bad_row() -> None:
 def test_blocks_of_a_template_say_it_before_anything_is_looked_for() -> None:
     text = LOOP.replace("{{", "{% generation %}{{").replace("}}", "}}{% endgeneration %}")
     assert joined(ChatRenderer("t", text, TOKENS, "answers").render(row(TURNS))[1]) == [(0, 42)]
+
+
+def test_a_block_whose_text_is_written_later_is_refused() -> None:
+    block = "{% generation %}{{ m.content }}.{% endgeneration %}"
+    for later in (
+        "{% for m in messages %}{% set out %}" + block + "{% endset %}{{ out }}{% endfor %}",
+        "{% macro say(m) %}"
+        + block
+        + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
+        "{% for m in messages %}{% filter upper %}" + block + "{% endfilter %}{% endfor %}",
+    ):
+        with pytest.raises(TokenizerError, match="put the block around what is written"):
+            ChatRenderer("t", later, TOKENS)
+
+
+def test_a_text_that_is_held_back_until_the_answer_is_a_bad_row() -> None:
+    held_back = (
+        "{% set kept = namespace(text='') %}{% for m in messages %}"
+        "{% if m.role == 'system' %}{% set kept.text = m.content %}"
+        "{% elif m.role == 'user' %}[{{ m.content }}]{% else %}{{ kept.text }}{{ m.content }}.{% endif %}{% endfor %}"
+    )
+    renderer = ChatRenderer("t", held_back, TOKENS, "answers")
+    assert renderer.render(row(TURNS[:2]))[1] == [(6, 15)]
+    with pytest.raises(ValueError, match="writes another message's text in the turn of message 2"):
+        renderer.render(row([said("system", "Be brief"), *TURNS[:2]]))
+
+
+@pytest.mark.parametrize("role", ["model", "Assistant", "gpt"])
+def test_another_name_for_the_assistant_makes_a_bad_row(role: str) -> None:
+    renderer = ChatRenderer("t", LOOP + ASKS, TOKENS, "answers")
+    with pytest.raises(ValueError, match=f"an assistant's message, found those of user, {role}"):
+        renderer.render(row([said("user", "Why?"), said(role, "Because")]))

@@ -195,8 +195,9 @@ class TokenLRScheduler(LRScheduler):
             for key in _SCHEDULE:
                 if state_dict[key] != getattr(self, key):
                     log.warning(
-                        "%s: the loaded %s replaces %s", key, state_dict[key], getattr(self, key)
-                    )
+                        "%s: the loaded %s replaces %s; for a new schedule load no state, and give "
+                        "last_total_tokens=dataset.total_tokens", key, state_dict[key], getattr(self, key),
+                    )  # fmt: skip
                 setattr(self, key, state_dict[key])
             self._check()
         else:

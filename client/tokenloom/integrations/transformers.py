@@ -469,7 +469,18 @@ class _ByTokens:
         self._clock = clock
         self.get_last_lr = scheduler.get_last_lr
         self.state_dict = scheduler.state_dict
-        self.load_state_dict = scheduler.load_state_dict
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved clock. The schedule stays the script's, as of Trainer's own schedulers, and the log says
+        where the checkpoint has another."""
+        own = self.scheduler.state_dict()
+        schedule = {
+            key: own[key] for key in own.keys() & state.keys() - {"total_tokens", "base_lrs"}
+        }
+        for key in sorted(schedule):
+            if schedule[key] != state[key]:
+                log.warning("%s: %s, where the checkpoint has %s", key, schedule[key], state[key])
+        self.scheduler.load_state_dict({**state, **schedule})
 
     def step(self) -> None:
         tokens = self._clock()

@@ -1,6 +1,6 @@
 """TRL's ``SFTTrainer`` on a run's batches: rows with loss masks, or packed documents.
 
-    dataset = RemoteDataset("grpc://host:50051/run", args.per_device_train_batch_size, columns=["attention_mask"])
+    dataset = RemoteDataset("grpc://host:50051/run", args.per_device_train_batch_size, columns=["position_ids"])
     trainer = TokenloomSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
 
 Reading, tokenising, chat templates, masks and packing are the mixture file's business here; SFTTrainer's own loss,
@@ -19,7 +19,10 @@ from tokenloom.integrations.transformers import TokenloomMixin
 
 
 class TokenloomSFTTrainer(TokenloomMixin, SFTTrainer):
-    """``trl.SFTTrainer`` on a ``RemoteDataset`` with the column ``attention_mask``: see ``TokenloomMixin``.
+    """``trl.SFTTrainer`` on a ``RemoteDataset``: see ``TokenloomMixin``.
+
+    SFTTrainer counts tokens by the column ``position_ids`` or ``attention_mask``. With ``position_ids`` alone, none of
+    the documents that are packed into a sample sees another; with ``attention_mask`` they are one to the model.
 
     ``args`` is an ``SFTConfig``. Raises ``ValueError`` for what of it would prepare data: ``packing``,
     ``padding_free``, ``completion_only_loss`` and ``assistant_only_loss``.

@@ -178,7 +178,10 @@ def refuse(
     """Raises ``refusal`` where there are differences."""
     if not different:
         return
-    remedy = "put these back, or begin a new run under another name, such as one that is forked from this checkpoint"
+    remedy = (
+        "put these back, or begin a new run under another name (`run`), "
+        "such as one that is forked from this checkpoint"
+    )
     if all(_is_revisable(field, different) for field in different):
         remedy += (
             "; or make them a revision, from the next possible sample on: serve with --revise REASON, or "

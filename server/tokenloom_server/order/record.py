@@ -239,7 +239,7 @@ def refuse_other_versions(fields: Mapping[str, Any], what: str) -> None:
         if fields.get(name) != ours:
             raise LedgerError(
                 f"{what} has {name} {fields.get(name)!r}, this release has {ours}: serve it with the Tokenloom release "
-                "that began it, or begin a new run under another name"
+                "that began it, or begin a new run under another name (`run`)"
             )
 
 

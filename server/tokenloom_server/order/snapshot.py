@@ -217,11 +217,11 @@ _REMEDIES = {
     "run": "load it into that run",
     "stream": "load it into that stream",
     "order_version": "restore it with the Tokenloom release that wrote it",
-    "seed": "restore the seed in the mixture file, or start a new run under another name",
-    "tokenizer": "restore that tokeniser and engine version, or start a new run under another name",
-    "config_digest": "restore the mixture file that the run began with, or start a new run under another name",
+    "seed": "restore the seed in the mixture file, or start a new run under another name (`run`)",
+    "tokenizer": "restore that tokeniser and engine version, or start a new run under another name (`run`)",
+    "config_digest": "restore the mixture file that the run began with, or start a new run under another name (`run`)",
     "manifest_digest": "restore the data files that the run began with, and the code of plugins and transforms, or "
-    "start a new run under another name",
+    "start a new run under another name (`run`)",
 }
 
 

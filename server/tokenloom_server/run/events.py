@@ -98,6 +98,8 @@ def compared(seen: Seen, look: Look) -> tuple[Seen, list[Event]]:
         baseline = [source.row_counts.bad_rows for source in start.sources]
         exhausted = [source.exhausted for source in start.sources]
         seen = seen._replace(lost=(), stragglers=())
+    if stats.server_epoch != seen.epoch:  # a server that has just taken over has not seen who waits
+        seen = seen._replace(stragglers=())
     seen = seen._replace(exhausted=exhausted)
     stands = stats.sample_index <= look.reached.get(stats.generation, -1)
     bad_rows = [source.bad_rows for source in stats.sources]
@@ -123,7 +125,7 @@ def compared(seen: Seen, look: Look) -> tuple[Seen, list[Event]]:
             source.exhausted or (stands and any(exhausted[source.id : source.id + 1]))
             for source in stats.sources
         ],
-        lost=_lost(stats) if stats.ended is None else seen.lost,
+        lost=_lost(seen, stats) if stats.ended is None else seen.lost,
         stragglers=stats.straggler.ranks if stats.straggler is not None else (),
     )
     events = [
@@ -224,17 +226,27 @@ def _exhausted(seen: Seen, after: Seen, look: Look) -> Iterator[Event]:
             yield look.now("exhausted", text)
 
 
-def _lost(stats: RunStats) -> list[int]:
+def _lost(seen: Seen, stats: RunStats) -> list[int]:
+    """Of the ranks that are away, those that were silent for long, or were lost when this server took over."""
     return [
         rank.rank
         for rank in stats.ranks
-        if rank.state == "away" and (rank.last_heard_s or 0) >= LOST_AFTER_S
+        if rank.state == "away"
+        and (
+            rank.rank in seen.lost
+            if rank.last_heard_s is None
+            else rank.last_heard_s >= LOST_AFTER_S
+        )
     ]
 
 
 def _of_ranks(seen: Seen, after: Seen, look: Look) -> Iterator[Event]:
     lost = [rank for rank in after.lost if rank not in seen.lost]
-    back = [rank for rank in seen.lost if rank not in after.lost]
+    back = [
+        rank.rank
+        for rank in look.stats.ranks
+        if rank.state == "connected" and rank.rank in seen.lost and rank.rank not in after.lost
+    ]
     if lost:
         silent_s = min(look.stats.ranks[rank].last_heard_s or 0 for rank in lost)
         text = f"{ranks_text(lost, 'is', 'are')} lost: nothing was heard for {silent_s:.0f} s"

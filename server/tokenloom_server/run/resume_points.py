@@ -142,7 +142,7 @@ class ResumePoints:
             raise SnapshotInvalid(
                 f"the state to resume from is at sample {point.sample_index}, but the data end at sample "
                 f"{state.sample_index}: resume from one up to there, or give the run more data first (tokenloom "
-                "mixture set --epochs, or mixture add)"
+                "mixture set URL SOURCE epochs=N, or mixture add)"
             )
         digest = digest_hex(state.digest)
         if (digest, state.total_tokens) != (point.digest or digest, point.total_tokens):

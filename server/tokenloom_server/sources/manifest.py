@@ -254,7 +254,7 @@ def _refuse_other_plugins(manifest: Manifest, schemes: SourceSchemes) -> None:
             )
             raise SourceChanged(
                 f"source {name!r}: the scheme {scheme.name!r} comes from {actual}, but the run began with {expected}, "
-                "and other code may read other rows; install that again, or begin a new run under another name"
+                "and other code may read other rows; install that again, or begin a new run under another name (`run`)"
             )
 
 

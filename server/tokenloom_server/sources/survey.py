@@ -75,14 +75,20 @@ class Survey:
     """What was found below folders: ``candidates``, ``warnings``, and by path why something is ``left_out``."""
 
     def __init__(
-        self, base_dir: Path, catalog: SourceCatalog, choose: Callable[[Sequence[str], int], str]
+        self,
+        base_dir: Path,
+        catalog: SourceCatalog,
+        choose: Callable[[Sequence[str], int], str],
+        form_of: Callable[[Mapping[str, Content | None]], object],
     ) -> None:
         """Paths are relative to ``base_dir``, or absolute. ``choose``: which of some paths is meant, that may be the
-        same data in several forms, as in so many other cases; may raise ``ConfigError``."""
+        same data in several forms, as in so many other cases; may raise ``ConfigError``. ``form_of``: what columns are
+        read as; the series of a folder that differ in it are sources of their own."""
         self.candidates: list[Candidate] = []
         self.left_out: dict[str, str] = {}
         self.warnings: list[str] = []
         self._base_dir, self._catalog, self._choose = base_dir, catalog, choose
+        self._form_of = form_of
 
     def look_up(self, scheme: Scheme, text: str) -> None:
         """Takes in the splits of a data set by its name. Raises what the scheme's ``splits`` raises."""
@@ -133,8 +139,22 @@ class Survey:
             folder = next(
                 (_FOLDER_NUMBER.sub("", name) for name in group[0].folders[depth : depth + 1]), None
             )
-            for part in _by_series(group) if folder is None else [group]:
+            series = _by_series(group)
+            if folder is not None and self._in_several_forms(series):
+                folder = None
+            for part in series if folder is None else [group]:
                 self._add(part, folder)
+
+    def _in_several_forms(self, series: Sequence[Sequence[_File]]) -> bool:
+        """Whether the first files of some series are read as different things."""
+        forms = set()
+        for files in series if 1 < len(series) <= MAX_SERIES else ():
+            try:
+                columns = columns_of(files[0].scheme, files[0].path, self._base_dir)
+            except SourceError:
+                continue  # said where it is taken in
+            forms.add(self._form_of(columns))
+        return len(forms) > 1
 
     def _in_one_form(self, files: Sequence[_File]) -> list[_File]:
         """Without those that have the name of another file, but for the compression."""

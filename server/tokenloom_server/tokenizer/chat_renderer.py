@@ -60,6 +60,8 @@ _ROLES = {
     **dict.fromkeys(("tool", "observation"), "tool"),
     "system": "system",
 }
+#: Who speaks beside the assistant.
+_OTHERS = frozenset({"system", "developer", "user", "tool"})
 #: What stands for an answer where a template is tried.
 _PROBE = "tokenloom"
 
@@ -215,6 +217,18 @@ class ChatRenderer:
                 f"tokenizer {name!r}: its chat template is no Jinja template ({error})"
             ) from None
         self._variables = {**special_tokens, "documents": None, "add_generation_prompt": False}
+        kept = (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock)
+        for block in (
+            block
+            for each in tree.find_all(kept)
+            for block in each.find_all(nodes.ExtensionAttribute)
+        ):
+            if block.identifier == _Generation.identifier:
+                raise TokenizerError(
+                    f"tokenizer {name!r}: its chat template has a {{% generation %}} block within a macro, a "
+                    "{% set %} or a {% filter %}, whose text it writes later, so that which tokens count is not known; "
+                    "put the block around what is written"
+                )
         self._chat_format = chat_format
         #: What stands before each answer; None where blocks say what an answer is.
         self._header: str | None = None
@@ -273,6 +287,13 @@ class ChatRenderer:
             if not begins:
                 raise ValueError("the chat template gives the completion no turn of its own")
             spans = [span for span in spans if span[0] >= begins[0]]
+        if not spans and (self._header is not None or first):
+            # A conversation without an answer is one; by another name for the assistant it would teach nothing.
+            roles = [str(dict.get(message, "role")) for message in seen[first:]]
+            if first or not _OTHERS.issuperset(roles):
+                raise ValueError(
+                    f"nothing of it is an answer: expected an assistant's message, found those of {', '.join(roles)}"
+                )
         return text, spans
 
     def _conversation(self, row: str) -> tuple[Any, Any, int]:
@@ -316,6 +337,15 @@ class ChatRenderer:
         in_order = sorted(turn for turns in written.turns.values() for turn in turns)
         if any(begin < end for (_, end), (begin, _) in pairwise(in_order)):
             raise ValueError("the chat template writes a message within the turn of another")
+        mixed: list[int] = []
+        unplaced = [
+            content
+            for message, keys in zip(messages, asked, strict=True)
+            if keys.get("content")
+            and not written.turns[id(message)]
+            and isinstance(content := dict.get(message, "content"), str)
+            and content
+        ]
         for number, (message, keys) in enumerate(zip(messages, asked, strict=True)):
             turns, role = written.turns[id(message)], dict.get(message, "role")
             if spans and keys.get("content") and not turns:
@@ -334,12 +364,20 @@ class ChatRenderer:
                         f"the chat template begins message {number} with {turn[:40]!r}, expected {self._header!r}, so "
                         "that its answer cannot be found"
                     )
-                if _REASONED in str(dict.get(message, "content")) and _REASONED not in turn:
+                own = str(dict.get(message, "content"))
+                if any(content in turn.replace(own, "", 1) for content in unplaced):
+                    mixed.append(number)
+                if _REASONED in own and _REASONED not in turn:
                     raise ValueError(
                         f"the chat template leaves out the reasoning in the content of message {number}; take a "
                         "training template of its family, or put it under reasoning_content"
                     )
                 spans.append((begin + len(self._header), begin + len(turn)))
+        if mixed:
+            raise ValueError(
+                f"the chat template writes another message's text in the turn of message {mixed[0]}, so that its "
+                "answer cannot be found; put {% generation %} blocks into the template"
+            )
         return spans
 
     def _header_of_answers(self, chat_template: str) -> str:

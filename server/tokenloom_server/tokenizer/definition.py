@@ -107,7 +107,8 @@ def find_tokenizer(name: str, base_dir: Path, *, chat: bool = False) -> Tokenize
     if name == BYTES_TOKENIZER:
         if chat:
             raise TokenizerError(
-                "tokenizer 'bytes' has no chat template, which a source with template: chat needs"
+                "tokenizer 'bytes' has no chat template, which a source with template: chat needs; name one that has: "
+                "a folder with tokenizer.json and chat_template.jinja, or a name on the Hub"
             )
         return _bytes_definition()
     path = tokenizer_file(name, base_dir)

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +24,7 @@ from tokenloom_tools.cli.schema import schema_text
 if TYPE_CHECKING:
     from tokenloom_server.config.run import RunConfig
     from tokenloom_server.core.token_curve import TokenCurve
+    from tokenloom_server.sources.base import Content
     from tokenloom_server.sources.catalog import SourceCatalog
     from tokenloom_server.sources.survey import Candidate, Survey
 
@@ -196,21 +198,29 @@ def init(
             yaml.safe_load(text), where=str(output), catalog=catalog, text=text
         )
 
-    text, _ = text_of(sources)
-    try:
-        with console(stderr=True).status("opening sources and tokeniser") as status:
-            sources, measured = _looked_into(
-                sources,
-                lambda sources: text_of(sources)[1],
-                base_dir,
-                lambda name: status.update(f"measuring {name}"),
-                answers.is_named,
+    def run_of(sources: Mapping[str, Candidate]) -> RunConfig:
+        return text_of(sources)[1]
+
+    measured, fault = None, None
+    with console(stderr=True).status("opening sources and tokeniser") as status:
+        # By themselves: what is wrong with another source says nothing of them.
+        plain = {
+            alias: source
+            for alias, source in sources.items()
+            if source.spec.scheme.name == "txt" and not answers.is_named(alias)
+        }
+        with suppress(TokenloomError):  # said below
+            sources = {**sources, **(_with_documents(plain, run_of, base_dir) if plain else {})}
+        try:
+            measured = _looked_into(
+                sources, run_of, base_dir, lambda name: status.update(f"measuring {name}")
             )
-        text, _ = text_of(sources, measured)
-    except TokenloomError as error:
-        measured = None
+        except TokenloomError as error:
+            fault = error
+    text, _ = text_of(sources, measured)
+    if fault is not None:
         survey.warnings.append(
-            f"weights are the parts of the bytes on disk, since tokens cannot be estimated: {error}"
+            f"no run can begin with this yet: {fault}. Until then weights are the parts of the bytes on disk"
         )
     write_whole(output, text)
     write_whole(schema, schema_content)
@@ -235,29 +245,31 @@ def _looked_into(
     run_of: Callable[[Mapping[str, Candidate]], RunConfig],
     base_dir: Path,
     measuring: Callable[[str], object],
-    is_named: Callable[[str], bool],
-) -> tuple[Mapping[str, Candidate], Measured]:
-    """The sources, those of plain text with rows that are documents where nobody named them, and what they hold. Raises
-    what keeps a run from beginning."""
+) -> Measured:
+    """What the sources hold. Raises what keeps a run from beginning."""
     from tokenloom_server.order import builder
     from tokenloom_server.order.size_estimates import measure
 
-    from tokenloom_tools.plan.contents import rows_of_text
-
     factory = builder.create(run_of(sources), base_dir, None)
-    rows = {
-        alias: sources[alias].with_column(column)
-        for alias, column in rows_of_text(factory)
-        if column != sources[alias].spec.column and not is_named(alias)
-    }
-    if rows:
-        sources = {**sources, **rows}
-        factory = builder.create(run_of(sources), base_dir, None)
     curves = {}
     for source in factory.config.sources:
         measuring(source.name)
         curves[source.name] = measure(factory, source.id)
-    return sources, Measured(factory.record.vocab_size, curves)
+    return Measured(factory.record.vocab_size, curves)
+
+
+def _with_documents(
+    sources: Mapping[str, Candidate],
+    run_of: Callable[[Mapping[str, Candidate]], RunConfig],
+    base_dir: Path,
+) -> Mapping[str, Candidate]:
+    """Sources of plain text with rows that are documents. Raises what keeps a run of them from beginning."""
+    from tokenloom_server.order import builder
+
+    from tokenloom_tools.plan.contents import rows_of_text
+
+    factory = builder.create(run_of(sources), base_dir, None)
+    return {alias: sources[alias].with_column(column) for alias, column in rows_of_text(factory)}
 
 
 def _check_output(output: Path, schema: Path, schema_content: str, force: bool) -> None:
@@ -280,7 +292,7 @@ def _survey(places: Sequence[str], base_dir: Path, catalog: SourceCatalog) -> Su
     """Raises ``ConfigError`` where there is nothing to read."""
     from tokenloom_server.sources.survey import Survey
 
-    survey = Survey(base_dir, catalog, _choose)
+    survey = Survey(base_dir, catalog, _choose, _form_of)
     for place in dict.fromkeys(places):
         scheme = catalog.schemes.get(place.partition(":")[0])
         if scheme is not None and ":" in place:
@@ -351,6 +363,12 @@ def _answers(candidate: Candidate) -> Mapping[str, str]:
             named = {} if chat_format == "messages" else {"chat_format": chat_format}
             return {"template": "chat", **named, "loss_on": "answers"}
     return {}
+
+
+def _form_of(columns: Mapping[str, Content | None]) -> object:
+    """The column that is read, or the columns of a conversation; None where none is known."""
+    chats = (own for own in CHATS if {*own} <= {*columns})
+    return next(chats, None) or next((name for name in COLUMNS if name in columns), None)
 
 
 def _row_note(candidate: Candidate) -> str:

@@ -65,6 +65,8 @@ def show(
     """Show the mixture in force, what is paused and dropped, and all phases and revisions, those to come, too."""
     from tokenloom_tools.reports import mixture_text
 
+    if as_json and as_yaml:
+        raise ConfigError("give one of --json and --yaml")
     server = access.connect(url)
     info = server.mixture(server.only_run())
     if as_json:

@@ -126,12 +126,13 @@ def peek(
         ),
     ] = None,
     form: Annotated[
-        Literal["megatron", "parquet"],
+        Literal["megatron", "parquet"] | None,
         typer.Option(
             "--format",
-            help="Of --out: Megatron-LM's .bin and .idx, or one Parquet file with page checksums.",
+            help="Of --out: Megatron-LM's .bin and .idx (megatron, if not given), or one Parquet file with page "
+            "checksums.",
         ),
-    ] = "megatron",
+    ] = None,
     access: ReadAccess,
 ) -> None:
     """Look at the samples of a served run, as the model sees them, without taking part in it, or write them as files.
@@ -152,6 +153,14 @@ def peek(
     config's digest and the files' checksums. It is written last: where it is, all is whole. A server that goes away is
     waited for a minute.
     """
+    if out is None and form is not None:
+        raise ConfigError("--format goes with --out")
+    if text and (as_json or out is not None) and not traced.wanted():
+        raise ConfigError("--text is for reading: --json and --out have all of it; leave one out")
+    if out is not None and as_json:
+        raise ConfigError("--out writes files, --json prints: leave one out")
+    if samples is not None and traced.micro_step is not None:
+        raise ConfigError("--samples goes with --at; a micro-step has the samples that it has")
     if traced.wanted():
         if out is not None:
             raise ConfigError("--out writes samples, not their documents: leave out one of them")
@@ -166,7 +175,7 @@ def peek(
                 print_trace(console(), run, trace, text)
         return
     if out is not None:
-        _export(access, url, at or 0, samples, out, form)
+        _export(access, url, at or 0, samples, out, form or "megatron")
         return
     from tokenloom_tools.peek import stream
 

@@ -61,6 +61,12 @@ def runs(
     server, why = access.connect(url), {"reason": reason, "author": user_name()}
     if [add, reload, remove].count(None) < 2:
         raise ConfigError("give at most one of --add, --reload and --remove")
+    if reason is not None and add is None and reload is None:
+        raise ConfigError("--reason goes with --add or --reload")
+    if as_json and (add or reload or remove):
+        raise ConfigError(
+            "--json prints the list of runs: leave it out, or --add, --reload or --remove"
+        )
     if add is not None:
         done, text = server.add_run(file=str(add.absolute()), **why), "added, from {}"
     elif reload is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from tokenloom_server.errors import ConfigError
 
 from tokenloom_tools.cli.common import console, print_document, print_json
 from tokenloom_tools.cli.options import Inside, ReadAccess
@@ -38,6 +40,12 @@ def verify(
     if b is None:
         from tokenloom_tools.reports.model_card import markdown
 
+        if Path(a).exists():
+            raise ConfigError(
+                f"{a!r} is a checkpoint: name what to compare it with, a server or another checkpoint"
+            )
+        if inside is not None:
+            raise ConfigError("--inside goes with a checkpoint, and so with two to compare")
         server = access.connect(a)
         report = server.report(server.only_run())
         print_json(report.model_dump()) if as_json else print_document(markdown(report))

@@ -80,8 +80,9 @@ class Endpoint(grpc.GenericRpcHandler):
     nothing of a call is read before it may be."""
 
     def __init__(self, access: Access, loader: DataLoader, runs: Runs, calls: int) -> None:
-        """``calls``: at a time; gRPC refuses the next one."""
+        """``calls``: at a time; the next one is refused."""
         self._access, self._loader, self._count_error = access, loader, runs.rpc_errors.add
+        self._calls, self._most_calls = 0, calls
         self._trainers = Places(calls, pool(calls, "grpc"))
         self._open = Places(OPEN_CALLS, pool(OPEN_CALLS, "grpc-open"))
         self._reads = Places(READ_CALLS, pool(READ_CALLS, "grpc-reads"))
@@ -169,6 +170,13 @@ class Endpoint(grpc.GenericRpcHandler):
         """One call, from its beginning to its end."""
         context, task = of_grpc[-1], asyncio.current_task()
         assert task is not None
+        # Counted here: grpc.aio's own bound counts calls that it refused as ended ones, and lets others in for them.
+        if self._calls >= self._most_calls:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the server has {self._calls} calls, as many as it takes at a time; ask again",
+            )
+        self._calls += 1
         call = Call(authorization, unquote(context.peer()))
         call.on_cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
         try:
@@ -190,6 +198,7 @@ class Endpoint(grpc.GenericRpcHandler):
                 await _let_go(context, call.address)
             raise
         finally:
+            self._calls -= 1
             call.active = False
             call.until_end.close()
 
@@ -244,9 +253,13 @@ class Endpoint(grpc.GenericRpcHandler):
             await asyncio.sleep(BREAK_S)
             try:
                 deadline = time.monotonic() + FINISH_S
-                while not stream.has_committed(0.0) and time.monotonic() < deadline:
+                while time.monotonic() < deadline:
+                    await self._lock_free(stream)
+                    if stream.has_committed(0.0):
+                        break
                     await asyncio.sleep(TICK_S)
             finally:
+                await self._lock_free(stream)
                 stream.leave()
         finally:
             await self._lock_free(stream)

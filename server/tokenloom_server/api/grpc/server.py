@@ -29,7 +29,7 @@ KEEPALIVE_S = 30
 HANDSHAKE_S, IDLE_S = 10, 120
 #: A call that came waits so long for its turn, seconds.
 TURN_S = 600
-#: Calls at a time; gRPC refuses the next one. Room for the largest world twice, since a rank that reconnects comes
+#: Calls at a time; the next one is refused. Room for the largest world twice, since a rank that reconnects comes
 #: before its old stream was seen to be broken, and for those who look on.
 MAX_CALLS = 2 * 4096 + 256
 
@@ -97,7 +97,7 @@ class GrpcServer:
         with suppress(TimeoutError):
             _on_loop(end(), grace_s + 1.0)
         if self._endpoint is not None:
-            self._endpoint.close()
+            _loop().call_soon_threadsafe(self._endpoint.close)
 
 
 @cache
@@ -113,7 +113,7 @@ def _on_loop(work: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _
 
 
 async def _made(options: list[tuple[str, int]]) -> grpc.aio.Server:
-    return grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
+    return grpc.aio.server(options=options)
 
 
 def _options(max_connections: int) -> list[tuple[str, int]]:
