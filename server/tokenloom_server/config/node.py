@@ -37,7 +37,7 @@ class NodeConfig(Section):
     """The node id: given once, by ``RunConfig`` or a revision."""
     presence: Presence = "live"
     policy: str
-    """How the next child is chosen, such as ``least_consumed``."""
+    """How the next child is chosen."""
     children: Annotated[list[Child], Field(min_length=1)]
     """Sources, or nodes."""
     alias: Name | None = None
@@ -47,7 +47,7 @@ class NodeConfig(Section):
     epochs: Epochs = 1.0
     """Multiplies the epochs of every source below."""
     max_tokens: MaxTokens | None = None
-    """Ends it after this many tokens since the run began, in whole samples."""
+    """Ends the node after this many tokens since the run began, in whole samples."""
     on_exhausted: OnExhausted = "drop"
     """When a child runs out, ``drop`` shares its weight among the others, ``stop`` ends this node."""
     unit: Literal["tokens", "samples"] = "tokens"

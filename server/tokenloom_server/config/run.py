@@ -136,7 +136,7 @@ class RunFields(Section):
     pad_id: Annotated[int, Field(ge=0)] = 0
     """The id of padding. Labels and masks leave padding out, whatever the id."""
     mask_boundaries: bool = False
-    """Whether the first token of a document is left out as a label of the document before it."""
+    """Whether no document has to predict the first token of the next one."""
     labels: Literal["same", "shifted"] = "same"
     """``same``: labels equal input_ids. ``shifted``: labels are the next ids."""
     add_bos: bool = False
@@ -154,14 +154,14 @@ class RunFields(Section):
     window_micro_steps: Annotated[int, Field(ge=2, le=100_000)] | None = None
     """How many micro-steps may be produced ahead of the committed one; by default 64 MiB, 4 to 64 messages."""
     new_source_baseline: Literal["min", "mean", "zero"] = "min"
-    """Where the balance of a source begins that another data loader's checkpoint does not have: at the minimum or mean
-    tokens per weight of its siblings, or at 0."""
+    """For a source that another data loader's checkpoint lacks, where its balance begins: at the minimum or mean tokens
+    per weight of its siblings, or at 0."""
     mixture: NodeConfig
     """The root of the mixture."""
     phases: list[PhaseConfig] = Field(default_factory=list)
-    """Parts of the run, one after the other. What the first does not give is the run's own."""
+    """Parts of the run, one after the other. The first takes what it does not set from the run."""
     streams: Streams = Field(default_factory=dict)
-    """Streams to evaluate on, by name. Training may stand here, too, as ``train`` with its mixture."""
+    """Streams to evaluate on, by name. Training may be given here, too, as ``train`` with its mixture."""
 
     @model_validator(mode="before")
     @classmethod

@@ -43,11 +43,11 @@ class FimIds(Section):
     """The ids that stand before each part of a rearranged document."""
 
     prefix: Annotated[int, Field(ge=0)]
-    """Before what came first."""
+    """Marks the first part."""
     middle: Annotated[int, Field(ge=0)]
-    """Before what is to be filled in."""
+    """Marks the part to fill in."""
     suffix: Annotated[int, Field(ge=0)]
-    """Before what came last."""
+    """Marks the last part."""
 
     @model_validator(mode="after")
     def _check_distinct(self) -> Self:
@@ -67,7 +67,7 @@ class FimConfig(Section):
     spm_rate: Annotated[float, Field(ge=0, le=1, strict=False), BeforeValidator(not_bool)] = 0.0
     """Of these, the share in the order suffix, prefix, middle; the others are in the order prefix, suffix, middle."""
     ids: FimIds
-    """What marks the parts; of the vocabulary."""
+    """The ids that mark the parts."""
 
 
 # ``seen``: the rows of a source that a job had read with another data loader, in the epoch that goes on here.
@@ -114,7 +114,7 @@ class SourceConfig(Section):
     epochs: Epochs = 1.0
     """How often the source is read; fractions and ``.inf`` are allowed."""
     max_tokens: MaxTokens | None = None
-    """Ends it after this many tokens since the run began, in whole samples."""
+    """Ends the source after this many tokens since the run began, in whole samples."""
     on_exhausted: OnExhausted | None = None
     """What its end does to its node; by default what the node says."""
     add_bos: bool | None = None
@@ -123,7 +123,7 @@ class SourceConfig(Section):
     """Overrides the run's ``add_eot``. For ``megatron:`` and ``npy:``, whose documents usually have the id already, the
     run's true means ``auto``."""
     loss_mask: Name | None = None
-    """A column beside the ids that says for each whether it counts for the loss: 0 or 1, or false or true."""
+    """A column beside the ids that says for each id whether it counts for the loss: 0 or 1, or false or true."""
     commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
     """For a dataset on the Hub: the run begins with the files of this commit, even if the spec names a branch or none.
     The manifest records the files, so this is no part of the order."""
