@@ -11,8 +11,7 @@ __all__ = ["ServerUnavailable", *_shared.__all__]
 
 
 class ServerUnavailable(TokenloomError):
-    """The server could not be reached, or did not answer, for as long as the timeout allows.
+    """The server could not be reached, or did not answer, within the timeout.
 
-    Look whether the server runs and its address is right; the connection's timeouts say for how long it is waited
-    for.
+    Check that the server runs and that its address is right; the connection's timeouts say how long to wait.
     """

@@ -9,7 +9,7 @@ from typing import Any
 from tokenloom_tools.cli.app import app
 from typer.main import get_command
 
-from docsite.reference.markdown import link, prose, table
+from docsite.reference.markdown import entries, prose, table
 
 #: The page about what a command is for.
 GUIDES = {
@@ -36,13 +36,12 @@ GUIDES = {
 
 
 def overview() -> str:
-    """A table of the commands, each with its page."""
+    """A list of the commands, each with a link to its page."""
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    rows = (
-        (f"`tokenloom {name}`", _plain(commands[name].help.split("\n\n")[0]), link(GUIDES[name]))
+    return entries(
+        (f"[`tokenloom {name}`]({GUIDES[name]})", "", _plain(commands[name].help.split("\n\n")[0]))
         for name in commands
     )
-    return table(("command", "what it does", "page"), rows)
 
 
 def every_option() -> str:

@@ -15,6 +15,14 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def entries(items: Iterable[tuple[str, str, str]]) -> str:
+    """A list of names, each with a remark in brackets and a text: for texts that are too long for a table's cells."""
+    return "".join(
+        f"- {name}{f' ({remark})' if remark else ''}: {' '.join(text.split())}\n"
+        for name, remark, text in items
+    )
+
+
 def _cell(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.split()))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tokenloom_server.api import metric_tables
 
-from docsite.reference.markdown import table
+from docsite.reference.markdown import entries
 
 #: What all metrics of a run are labelled by; its page says so once.
 _OF_RUN = ("run", "stream")
 
 
 def metrics() -> str:
-    """A table of all metrics with their labels, but those of every run's."""
+    """A list of all metrics with their labels, but those of every run's."""
     rows = (
         (
             f"`{metric.name}`",
@@ -21,7 +21,7 @@ def metrics() -> str:
         for labels, level in metric_tables.TABLES
         for metric in level
     )
-    return table(("metric", "labels", "meaning"), rows)
+    return entries(rows)
 
 
 def _own(labels: tuple[str, ...]) -> tuple[str, ...]:

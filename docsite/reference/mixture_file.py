@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenloom_tools.cli.schema import schema_text
 
-from docsite.reference.markdown import link, prose, table
+from docsite.reference.markdown import entries, link, prose
 
 HERE = "mixture-file.md"
 #: Where a field's page says more of it than its description.
@@ -59,17 +59,15 @@ def _fields(definition: str | None) -> str:
     section = schema["$defs"][definition] if definition else schema
     required = section.get("required", ())
 
-    def rows() -> Iterator[tuple[str, ...]]:
+    def rows() -> Iterator[tuple[str, str, str]]:
         for name, field in section["properties"].items():
             more = f" ({link(GUIDES[name], HERE)})" if name in GUIDES else ""
-            yield (
-                f"`{name}`",
-                " or ".join(dict.fromkeys(_values(field))),
-                "required" if name in required else _default(field),
-                prose(field.get("description", "")) + more,
-            )
+            values = " or ".join(dict.fromkeys(_values(field)))
+            default = "required" if name in required else _default(field)
+            text = prose(field.get("description", "")) + more
+            yield f"`{name}`", "; ".join(filter(None, (values, default))), text
 
-    return table(("field", "value", "default", "meaning"), rows())
+    return entries(rows())
 
 
 def _default(field: dict[str, Any]) -> str:
@@ -77,9 +75,9 @@ def _default(field: dict[str, Any]) -> str:
     return (
         ""
         if value is None
-        else f"`{json.dumps(value)}`"
+        else f"default `{json.dumps(value)}`"
         if not isinstance(value, str)
-        else f"`{value}`"
+        else f"default `{value}`"
     )
 
 

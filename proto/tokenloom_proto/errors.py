@@ -74,31 +74,30 @@ class ConfigError(TokenloomError, grpc="INVALID_ARGUMENT", http=422):
 
 
 class SourceError(TokenloomError, grpc="FAILED_PRECONDITION"):
-    """A source's files are missing, malformed, of another shape, or not what the run began with.
+    """A source's files are missing, malformed, have another shape, or are not what the run began with.
 
-    Look at the file and row that the message names; ``tokenloom validate --scan`` looks at every row.
+    Look at the file and row that the message names; ``tokenloom validate --scan`` checks every row.
     """
 
 
 class SourceChanged(SourceError, http=409):
     """A file differs from the run's frozen manifest.
 
-    Bring the file back as it was, or begin a new run with the files as they are; see
-    docs/guarantees.md#changed-files.
+    Restore the file, or begin a new run with the files as they are; see docs/guarantees.md#changed-files.
     """
 
 
 class StorageError(SourceError, http=503):
-    """A file's storage failed, or did not answer for as long as is waited: nothing is known about what is in it.
+    """A file's storage failed, or did not answer in time, so its content is unknown.
 
-    Look at the storage, its address and its credentials; then start the server again.
+    Check the storage, its address and its credentials, then start the server again.
     """
 
 
 class TokenizerError(TokenloomError, grpc="FAILED_PRECONDITION"):
-    """The tokeniser is missing, unsupported, or gave an id that the vocabulary does not have.
+    """The tokeniser is missing or unsupported, or gave an id outside the vocabulary.
 
-    Bring the tokeniser that the message names back, or correct ``tokenizer`` in the mixture file.
+    Restore the tokeniser that the message names, or correct ``tokenizer`` in the mixture file.
     """
 
     def __init__(self, message: str, at: int | None = None) -> None:
@@ -110,14 +109,14 @@ class TokenizerError(TokenloomError, grpc="FAILED_PRECONDITION"):
 class LedgerError(TokenloomError, grpc="FAILED_PRECONDITION"):
     """The ledger refused or contradicted a write.
 
-    Read what the message says of the ledger; ``tokenloom ledger check`` looks at the whole of it.
+    Read what the message says about the ledger; ``tokenloom ledger check`` checks all of it.
     """
 
 
 class LedgerUnavailable(LedgerError, grpc="UNAVAILABLE", http=503):
-    """The ledger cannot be reached now; the outcome of a write under way is unknown.
+    """The ledger cannot be reached now; whether the current write succeeded is unknown.
 
-    Bring the ledger back: the server and its clients wait for it, and go on by themselves.
+    Bring the ledger back: server and clients wait for it, and continue by themselves.
     """
 
 
@@ -130,7 +129,7 @@ class LedgerUnsafe(LedgerError, http=503):
 
 
 class LedgerRolledBack(LedgerError, grpc="DATA_LOSS", http=409):
-    """The ledger lacks a commit or a revision that it has acknowledged: it lost data.
+    """The ledger lost data: it lacks a commit or a revision that it had acknowledged.
 
     Bring its data back, or restart the training job from its last checkpoint; see docs/operations.md.
     """
@@ -143,9 +142,9 @@ class LedgerRolledBack(LedgerError, grpc="DATA_LOSS", http=409):
 
 
 class NotLeader(LedgerError, grpc="UNAVAILABLE", http=503):
-    """Another server has taken this run over: this one's epoch is old. Or the run is in another ledger.
+    """Another server has taken over this run, or the run is in another ledger.
 
-    Nothing, where the address has all servers: the client finds the one that leads. Else give it that one's.
+    Do nothing if the address names all servers: the client finds the leader. Otherwise give it the leader's address.
     """
 
 
@@ -159,7 +158,7 @@ class LeaseHeld(LedgerError, grpc="UNAVAILABLE", http=503):
 class OrderMismatch(LedgerError, grpc="DATA_LOSS", http=409):
     """The same sample index was committed with another digest: two orders exist. Everything stops.
 
-    Find out which server, files or package differ before anything goes on; then resume from a checkpoint.
+    Find out which server, files or package differ, then resume from a checkpoint.
     """
 
 
@@ -173,15 +172,15 @@ class ProtocolError(TokenloomError, grpc="FAILED_PRECONDITION", http=400):
 class Fenced(TokenloomError, grpc="ABORTED", http=409):
     """The call belongs to a generation that is over. Never retried.
 
-    Nothing in this process: a newer launch has the run. End it, if it does not end by itself.
+    Do nothing: a newer launch has the run. End this process if it does not end by itself.
     """
 
 
 class AttemptUsed(TokenloomError, grpc="ALREADY_EXISTS", http=409):
-    """An attempt id opened a generation before, or its slot was served to another process.
+    """The attempt id opened an earlier generation, or its slot was served to another process.
 
-    Give each launch an ``attempt`` of its own, the same on all of its ranks and on no other. Processes that a script
-    starts again within a SLURM job step need one, too.
+    Give each launch an ``attempt`` of its own, the same on all its ranks. So must processes that a script restarts
+    within a SLURM job step.
     """
 
     #: What to do about it.
@@ -200,7 +199,7 @@ class JoinRefused(TokenloomError, grpc="FAILED_PRECONDITION", http=409):
 
 
 class RunBusy(TokenloomError, grpc="UNAVAILABLE", http=409):
-    """Every rank of the run's present attempt was heard just now: another launch may not end it by mistake.
+    """Every rank of the run's present attempt was heard just now, so another launch may not end it by mistake.
 
     End the other launch, or wait until its ranks are silent; ``takeover=True`` ends it on purpose.
     """
@@ -213,58 +212,58 @@ class RunBusy(TokenloomError, grpc="UNAVAILABLE", http=409):
 
 
 class RankStalled(TokenloomError, grpc="DEADLINE_EXCEEDED", http=504):
-    """A rank is missing, dead or does not go on, and the others have waited for it long enough.
+    """A rank is missing, dead or makes no progress, and the others have waited long enough.
 
-    Look at the log of the rank that the message names; then start the launch again from its checkpoint.
+    Read the log of the rank that the message names, then start the launch again from its checkpoint.
     """
 
 
 class ResumePointNeeded(TokenloomError, grpc="FAILED_PRECONDITION", http=409):
-    """The ledger has progress and the trainer brought no state: guessing would skip or repeat data.
+    """The ledger has progress, but the trainer brought no state: guessing would skip or repeat data.
 
-    Load the checkpoint; or say ``resume="latest"`` or ``"fresh"`` on purpose; see docs/checkpoints.md.
+    Load the checkpoint, or choose ``resume="latest"`` or ``"fresh"`` on purpose; see docs/checkpoints.md.
     """
 
 
 class SnapshotInvalid(TokenloomError, ValueError, grpc="INVALID_ARGUMENT", http=422):
-    """A snapshot is torn, of another version, or of another run, seed, tokeniser, data or config.
+    """A snapshot is torn, has another version, or is of another run, seed, tokeniser, data or config.
 
-    Take the checkpoint of this run, whole; ``tokenloom checkpoint`` says what is in a file.
+    Use a whole checkpoint of this run; ``tokenloom checkpoint`` shows what a file holds.
     """
 
 
 class BeyondHorizon(TokenloomError, grpc="OUT_OF_RANGE", http=416):
-    """A sample index that has not been and may not yet be produced.
+    """A sample index that has not been produced, and may not be yet.
 
-    Ask for a sample that the run has come to.
+    Ask for a sample that the run has reached.
     """
 
 
 class NotFound(TokenloomError, grpc="NOT_FOUND", http=404):
     """No such run, stream or snapshot.
 
-    Check the name in the address; ``tokenloom runs`` shows those that the server has.
+    Check the name in the address; ``tokenloom runs`` lists the server's runs.
     """
 
 
 class CounterOverflow(TokenloomError):
     """A counter passed 2^53 − 1, the last integer that JSON and Lua readers hold exactly.
 
-    Report it: no run is so long.
+    Report it: no run should be that long.
     """
 
 
 class ServerStopping(TokenloomError, grpc="UNAVAILABLE", http=503):
-    """The server is closing in an orderly way; clients reconnect.
+    """The server is shutting down in an orderly way.
 
-    Nothing: the client waits until a server is back.
+    Do nothing: the client waits until a server is back.
     """
 
 
 class TooManyPeeks(TokenloomError, grpc="UNAVAILABLE", http=429):
-    """As many peeks at a run are open as a server makes at once. Retried: others end.
+    """A run has as many open peeks as the server allows. Retried, since others end.
 
-    Nothing: the client tries again. End peeks that nobody reads.
+    Do nothing: the client tries again. End peeks that nobody reads.
     """
 
 
@@ -276,7 +275,7 @@ class Unauthenticated(TokenloomError, grpc="UNAUTHENTICATED", http=401):
 
 
 class Forbidden(TokenloomError, grpc="PERMISSION_DENIED", http=403):
-    """The token has a lower scope than the call asks for, or is not good for its run. Never retried.
+    """The token's scope is too low for the call, or the token is not valid for its run. Never retried.
 
     Use a token whose scope and runs cover the call; see docs/access.md.
     """
@@ -285,7 +284,7 @@ class Forbidden(TokenloomError, grpc="PERMISSION_DENIED", http=403):
 class LimitExceeded(TokenloomError, grpc="RESOURCE_EXHAUSTED", http=409):
     """A bound of the server is reached: a message's size, or the number of streams, runs or saved snapshots.
 
-    Remove what is not needed any more, or ask for less; the bounds are in docs/limits.md.
+    Remove what is no longer needed, or ask for less; the bounds are in docs/limits.md.
     """
 
 

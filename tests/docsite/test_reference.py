@@ -12,7 +12,7 @@ from tokenloom_server.config.mixture_file import mixture_schema
 
 from docsite.dialect import as_python_markdown
 from docsite.reference import commands, mixture_file, python, rest, wire
-from docsite.reference.markdown import prose, table
+from docsite.reference.markdown import entries, prose, table
 
 
 def test_every_command_has_its_section_with_every_option() -> None:
@@ -33,10 +33,10 @@ def test_every_command_has_its_section_with_every_option() -> None:
     assert "control token" in sections["tokenloom token"]
 
 
-def test_every_field_of_the_mixture_file_is_in_the_table_of_its_section() -> None:
+def test_every_field_of_the_mixture_file_is_in_the_list_of_its_section() -> None:
     definitions = mixture_schema(CATALOG)["$defs"]
     tables = "".join(make() for make in mixture_file.tables().values())
-    rows = re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE)
+    rows = re.findall(r"^- `(\w+)` \(", tables, re.MULTILINE)
     sections = [section for section in definitions.values() if "properties" in section]
     assert sum(len(section["properties"]) for section in sections) + len(
         mixture_schema(CATALOG)["properties"]
@@ -74,6 +74,7 @@ def test_texts_of_the_program_become_markdown() -> None:
         == "See [Bad rows](rows.md#bad-rows), or `a`."
     )
     assert table(["a"], [["`x|y`\n  z"]]) == "| a |\n| --- |\n| `x\\|y` z |\n"
+    assert entries([("`a`", "1", "x\n  y"), ("`b`", "", "z")]) == "- `a` (1): x y\n- `b`: z\n"
     assert (
         as_python_markdown("<!-- a -->\n| `x\\|y` \\| z |\n") == "<!-- a -->\n\n| `x|y` \\| z |\n"
     )

@@ -122,7 +122,7 @@ class Shell:
         if command.startswith("export "):
             name, _, value = shlex.split(text, comments=True)[1].partition("=")
             self.environment[name] = value
-        elif command.startswith("tokenloom serve"):
+        elif command.startswith("tokenloom serve") and "--settings" not in command:
             self.serve(text)
         else:
             if command.startswith(

@@ -10,7 +10,7 @@ from tokenloom_server.api.rest.routes import Backend
 from tokenloom_tools.routes.catalog import tool_routes
 
 from docsite.reference import tables
-from docsite.reference.markdown import table
+from docsite.reference.markdown import entries, table
 from tests.support import exchange
 from tests.support.memory_service import MemoryService
 
@@ -26,7 +26,7 @@ TOKENS = {
 def routes() -> str:
     app = create_app(Backend(MemoryService(), "0"), tool_routes())
 
-    def rows() -> Iterator[tuple[str, ...]]:
+    def rows() -> Iterator[tuple[str, str, str]]:
         for path, operations in app.openapi()["paths"].items():
             for method, operation in operations.items():
                 query = [
@@ -35,9 +35,10 @@ def routes() -> str:
                     if field["in"] == "query"
                 ]
                 token = TOKENS[app.scopes[method.upper(), path]]
-                yield f"`{method.upper()} {path}`", token, ", ".join(query), operation["summary"]
+                remark = "; ".join(filter(None, (token, ", ".join(query))))
+                yield f"`{method.upper()} {path}`", remark, operation["summary"]
 
-    return table(("route", "token", "query", "what it is"), rows())
+    return entries(rows())
 
 
 def worked_exchange() -> str:

@@ -83,12 +83,12 @@ SERVER_METRICS = (
     RowMetric(
         "tokenloom_tokens_stale",
         "access.named.is_stale",
-        "1 while the file of --tokens cannot be taken up.",
+        "1 while the file of --tokens cannot be loaded.",
     ),
     RowMetric(
         "tokenloom_certificates_stale",
         "access.tls.is_stale",
-        "1 while the files of TLS cannot be taken up.",
+        "1 while the TLS files cannot be loaded.",
     ),
     RowMetric(
         "tokenloom_runs_dir_stale",
@@ -111,7 +111,7 @@ THREAD_METRICS = (
     RowMetric(
         "tokenloom_thread_faults_total",
         "",
-        "Faults that nobody expects, met by threads of a kind; they go on.",
+        "Unexpected errors in threads of a kind, which continue.",
     ),
 )
 
@@ -128,7 +128,7 @@ READ_METRICS = (
     RowMetric(
         "tokenloom_run_broken",
         "broken",
-        "1 where its mixture file could not be taken (tokenloom runs).",
+        "1 if its mixture file could not be loaded (see tokenloom runs).",
     ),
 )
 
@@ -162,7 +162,7 @@ RUN_METRICS = (
     RowMetric(
         "tokenloom_loss",
         "reported.loss",
-        "Mean loss over all sources, last reported; absent where none was.",
+        "Mean loss over all sources, last reported; absent before.",
     ),
     RowMetric(
         "tokenloom_learning_rate",
@@ -238,12 +238,12 @@ MEASURE_METRICS = (
     RowMetric(
         "tokenloom_storage_retries_total",
         "storage.retries",
-        "Requests to storage made again after an error.",
+        "Requests to storage repeated after an error.",
     ),
     RowMetric(
         "tokenloom_storage_hedges_total",
         "storage.hedges",
-        "Requests to storage made again without an answer.",
+        "Requests to storage repeated for lack of an answer.",
     ),
     RowMetric(
         "tokenloom_reconnects_total",
@@ -253,7 +253,7 @@ MEASURE_METRICS = (
     RowMetric(
         "tokenloom_fences_total",
         "fences",
-        "Streams and calls shut out, since newer ones have their place.",
+        "Streams and calls refused because newer ones replaced them.",
     ),
     RowMetric(
         "tokenloom_lease_losses_total",
@@ -263,12 +263,12 @@ MEASURE_METRICS = (
     RowMetric(
         "tokenloom_ledger_failures_total",
         "ledger_failures",
-        "Commits not taken by the ledger and tried again.",
+        "Commits that the ledger did not take and that were retried.",
     ),
     RowMetric(
         "tokenloom_history_write_failures_total",
         "history_failures",
-        "Times that its history was not written.",
+        "How often its history could not be written.",
     ),
     RowMetric(
         "tokenloom_mixture_changes_total",
@@ -280,7 +280,7 @@ MEASURE_METRICS = (
 SOURCE_METRICS = (
     RowMetric("tokenloom_source_tokens_total", "tokens", "Tokens committed from the source."),
     RowMetric("tokenloom_source_samples_total", "samples", "Samples committed from the source."),
-    RowMetric("tokenloom_source_rows_total", "rows", "Rows of the source taken to their end."),
+    RowMetric("tokenloom_source_rows_total", "rows", "Rows of the source that were used up."),
     RowMetric("tokenloom_source_bad_rows_total", "bad_rows", "Rows that did not decode."),
     RowMetric(
         "tokenloom_source_filtered_rows_total",
@@ -340,7 +340,7 @@ SOURCE_METRICS = (
     RowMetric(
         "tokenloom_source_loss",
         "loss",
-        "Mean loss of the source, smoothed; absent where none was reported.",
+        "Mean loss of the source, smoothed; absent before a report.",
     ),
     RowMetric("tokenloom_source_epoch", "epoch", "Passes over the source so far."),
     RowMetric(
@@ -378,7 +378,9 @@ ENDING_METRICS = (
 
 WAITING_METRICS = (
     RowMetric(
-        "tokenloom_waiting", "", "1 while the run waits for it; ranks is health: samples are ready."
+        "tokenloom_waiting",
+        "",
+        "1 while the run waits for it; ranks is healthy: samples are ready.",
     ),
 )
 
@@ -401,7 +403,7 @@ READER_SOURCE_METRICS = (
     RowMetric(
         "tokenloom_reader_asked_again_total",
         "asked_again",
-        "Requests to readers that were asked again.",
+        "Requests to readers that were repeated.",
     ),
 )
 

@@ -41,16 +41,16 @@ class BatchingConfig(Section):
     bucket_by: Name
     """The column whose value names a row's bucket; or ``length(COLUMN)``, the length of its list."""
     edges: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] | None = None
-    """Of ``length(COLUMN)``: the greatest length of each bucket, ascending. Rows are padded to it with zeros; longer
-    ones than the last are left out."""
+    """With ``length(COLUMN)``: the greatest length of each bucket, ascending. Rows are padded to it with zeros; rows
+    longer than the last are left out."""
     columns: Annotated[list[Name], Field(min_length=1)] | None = None
-    """The columns that travel, in this order; all that can if not given."""
+    """The columns to send, in this order; by default all that can be sent."""
     pad: list[Name] = Field(default_factory=list)
-    """With ``edges``: columns that are as long as the one that ``length`` names, and padded as it is."""
+    """With ``edges``: columns that are as long as the one that ``length`` names, and padded like it."""
     dtypes: dict[str, Literal["bfloat16", "float8_e4m3fn", "float8_e5m2"]] = Field(
         default_factory=dict
     )
-    """By column, what its bits are where Arrow has no such type: bfloat16 is stored as uint16, float8 as uint8."""
+    """The types of columns that Arrow has no type for: bfloat16 is stored as uint16, float8 as uint8."""
 
     @property
     def length_of(self) -> str | None:

@@ -37,7 +37,7 @@ class NodeConfig(Section):
     """The node id: given once, by ``RunConfig`` or a revision."""
     presence: Presence = "live"
     policy: str
-    """How its samples fall to the children: the name of a policy, such as ``least_consumed``."""
+    """How the next child is chosen."""
     children: Annotated[list[Child], Field(min_length=1)]
     """Sources, or nodes."""
     alias: Name | None = None
@@ -47,14 +47,14 @@ class NodeConfig(Section):
     epochs: Epochs = 1.0
     """Multiplies the epochs of every source below."""
     max_tokens: MaxTokens | None = None
-    """Gives at most so many tokens, in whole samples, since the run began; what would be beyond is its end."""
+    """Ends the node after this many tokens since the run began, in whole samples."""
     on_exhausted: OnExhausted = "drop"
-    """When a child runs out: ``drop`` renormalises the rest; ``stop`` ends this node."""
+    """When a child runs out, ``drop`` shares its weight among the others, ``stop`` ends this node."""
     unit: Literal["tokens", "samples"] = "tokens"
-    """What the shares of ``weighted`` are counted in. Every sample of a run has the same length, so both give the same
+    """The unit of the shares of ``weighted``. All samples of a run have the same length, so both give the same
     order."""
     interpolate: Literal["linear", "step"] = "linear"
-    """Weights of a ``schedule`` between two points: in a straight line, or as at the one before."""
+    """Weights of a ``schedule`` between two points: on a straight line, or those of the earlier point."""
 
     @property
     def name(self) -> str:

@@ -43,12 +43,12 @@ class PhaseConfig(Section):
     """A part of the run, by its tokens: annealing, longer contexts."""
 
     until_tokens: Annotated[int, Field(gt=0)] | None = None
-    """The run's total tokens at which the phase ends, to the next whole sample. After the last phase the run ends, or
-    with the data where that one leaves it out."""
+    """The phase ends with the first whole sample at this many total tokens of the run. The last phase may leave it out,
+    and then ends with the data."""
     sequence_length: Annotated[int, Field(ge=2, le=2**24)] | None = None
-    """Tokens per sample from here on; what was in force if not given."""
+    """Tokens per sample in this phase; unchanged if not given."""
     mixture: NodeConfig | None = None
-    """The mixture from here on; what was in force if not given."""
+    """The mixture in this phase; unchanged if not given."""
 
 
 def check_ascending(phases: Sequence[PhaseConfig]) -> None:
@@ -93,76 +93,75 @@ class RunFields(Section):
     """One run: what is read, how it is cut into samples, and in which proportions."""
 
     run: Annotated[str, Field(pattern=RUN_NAME)]
-    """The run's name: what clients ask for and what the ledger's keys carry. Letters (a to z), digits, dots, hyphens
-    and underscores, 128 at most."""
+    """The run's name, for clients and in the ledger: up to 128 letters (a to z), digits, dots, hyphens and
+    underscores."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seeds every draw and every tie."""
+    """Seeds every random draw and tie."""
     batching: BatchingConfig | None = None
-    """For rows that are ready tensors: each micro-step is a batch from one bucket of one source. Nothing is tokenised
-    or packed then."""
+    """For rows that are ready tensors, which are neither tokenised nor packed: each micro-step is a batch from one
+    bucket of one source."""
     global_batch_size: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """With ``batching``: samples of a micro-step, over all ranks."""
     tokenizer: PlainText | None = None
-    """A ``tokenizer.json``, a folder with one, a name in the Hub's cache, or ``bytes``. Not needed where every source
+    """A ``tokenizer.json``, a folder with one, a name in the Hub's cache, or ``bytes``. Not needed if every source
     holds ids."""
     vocab_size: Annotated[int, Field(ge=2, le=2**32)] | None = None
-    """Greatest id + 1, where there is no tokeniser."""
+    """Greatest id + 1, if there is no tokeniser."""
     end_of_text_id: Annotated[int, Field(ge=0)] | None = None
-    """Ends each document; found in the tokeniser unless given here."""
+    """Ends each document; taken from the tokeniser unless given."""
     begin_of_text_id: Annotated[int, Field(ge=0)] | None = None
-    """Begins each document where ``add_bos`` is on; found in the tokeniser unless given here."""
+    """Begins each document with ``add_bos``; taken from the tokeniser unless given."""
     special_tokens_in_text: Literal["text", "parse"] = "text"
-    """What strings such as ``<|endoftext|>`` inside documents are: plain text, or the special token."""
+    """Whether strings such as ``<|endoftext|>`` inside documents are plain text or special tokens."""
     sequence_length: Annotated[int, Field(ge=1, le=2**24), BeforeValidator(_sequence_length)] = (
         Field(default=_NOT_GIVEN, validate_default=True)
     )
-    """Tokens per sample, at least 2. Not given with ``batching``, where a sample is a row and counts as one token."""
+    """Tokens per sample, at least 2. Not given with ``batching``, where each row is a sample and counts as one
+    token."""
     packing: Literal["concat", "best_fit", "none"] = "concat"
-    """How documents become samples. ``concat``: joined and cut. ``best_fit``: whole, as they fit best. ``none``: a row
-    each."""
+    """How documents become samples. ``concat``: joined and cut. ``best_fit``: kept whole where possible. ``none``: one
+    row each."""
     tail: Literal["drop", "pad"] = "drop"
-    """``concat``: what becomes of the tokens at a source's end that fill no sample."""
+    """With ``concat``: whether tokens at a source's end that fill no sample are dropped or padded."""
     pack_window_rows: Annotated[int, Field(ge=1, le=2**20)] = 8192
-    """``best_fit``: rows that are packed at once, at most."""
+    """With ``best_fit``: how many rows are packed together at most."""
     pack_window_tokens: Annotated[int, Field(ge=2, le=2**28)] = 2**22
-    """``best_fit``: tokens that are packed at once; a window ends with the row that reaches them."""
+    """With ``best_fit``: how many tokens are packed together; a window ends with the row that reaches them."""
     long_rows: Literal["truncate", "split"] = "truncate"
-    """``none``: what becomes of a row that is longer than a sample."""
+    """With ``none``: whether a row longer than a sample is truncated or split."""
     count: Literal["real", "positions"] = "real"
-    """Which tokens of padded samples the mixture balances: documents' (``real``), or all."""
+    """Whether the mixture balances the real tokens of padded samples, or all positions."""
     padding: Literal["right", "left"] = "right"
-    """On which side of its documents a sample is padded."""
+    """On which side samples are padded."""
     pad_id: Annotated[int, Field(ge=0)] = 0
-    """The id that fills the rest of a sample. Labels and masks leave it out, whatever it is."""
+    """The id of padding. Labels and masks leave padding out, whatever the id."""
     mask_boundaries: bool = False
-    """The first token of a document is no label for the document before it."""
+    """Whether no document has to predict the first token of the next one."""
     labels: Literal["same", "shifted"] = "same"
     """``same``: labels equal input_ids. ``shifted``: labels are the next ids."""
     add_bos: bool = False
     """Put the begin-of-text id before each document."""
     add_eot: EndOfText = True
-    """Put the end-of-text id after each document; ``auto``: unless the document ends with it already."""
+    """Put the end-of-text id after each document; ``auto``: unless the document already ends with it."""
     last_micro_step: Literal["drop", "pad"] = "drop"
-    """What becomes of an incomplete last micro-step: dropped, or padded with samples of source −1 and labels −100."""
+    """Whether an incomplete last micro-step is dropped, or padded with samples of source −1 and labels −100."""
     on_bad_row: OnBadRow = "fail"
-    """What becomes of a row that does not decode: the run stops with an error that names it, or it is skipped and
-    counted."""
+    """Whether a row that does not decode stops the run with an error, or is skipped and counted."""
     max_bad_rows: RowCount | None = None
-    """So many rows of a source may be skipped in each epoch; one more stops the run. None: any number."""
+    """How many rows of a source may be skipped in each epoch before the run stops; without it any number."""
     max_row_mib: Annotated[int, Field(ge=1, le=2047)] = 256
-    """MiB of a row at most; a longer one stops the run, whatever becomes of bad rows."""
+    """Largest row in MiB; a larger one stops the run, even if bad rows are skipped."""
     window_micro_steps: Annotated[int, Field(ge=2, le=100_000)] | None = None
-    """Micro-steps that may be produced ahead of the committed one; by default 64 MiB, which are 4 to 64 messages."""
+    """How many micro-steps may be produced ahead of the committed one; by default 64 MiB, 4 to 64 messages."""
     new_source_baseline: Literal["min", "mean", "zero"] = "min"
-    """At how many tokens for each unit of its weight the balance of a source begins that an older data loader's
-    checkpoint does not have: the minimum or the mean of its siblings, or 0."""
+    """For a source that another data loader's checkpoint lacks, where its balance begins: at the minimum or mean tokens
+    per weight of its siblings, or at 0."""
     mixture: NodeConfig
     """The root of the mixture."""
     phases: list[PhaseConfig] = Field(default_factory=list)
-    """Parts of the run, one after the other; the run's own mixture and sequence length are those of the first where it
-    gives none."""
+    """Parts of the run, one after the other. The first takes what it does not set from the run."""
     streams: Streams = Field(default_factory=dict)
-    """By name, streams to evaluate on. Training may stand here, too, as ``train`` with its mixture."""
+    """Streams to evaluate on, by name. Training may be given here, too, as ``train`` with its mixture."""
 
     @model_validator(mode="before")
     @classmethod

@@ -43,11 +43,11 @@ class FimIds(Section):
     """The ids that stand before each part of a rearranged document."""
 
     prefix: Annotated[int, Field(ge=0)]
-    """Before what came first."""
+    """Marks the first part."""
     middle: Annotated[int, Field(ge=0)]
-    """Before what is to be filled in."""
+    """Marks the part to fill in."""
     suffix: Annotated[int, Field(ge=0)]
-    """Before what came last."""
+    """Marks the last part."""
 
     @model_validator(mode="after")
     def _check_distinct(self) -> Self:
@@ -67,7 +67,7 @@ class FimConfig(Section):
     spm_rate: Annotated[float, Field(ge=0, le=1, strict=False), BeforeValidator(not_bool)] = 0.0
     """Of these, the share in the order suffix, prefix, middle; the others are in the order prefix, suffix, middle."""
     ids: FimIds
-    """What marks the parts; of the vocabulary."""
+    """The ids that mark the parts."""
 
 
 # ``seen``: the rows of a source that a job had read with another data loader, in the epoch that goes on here.
@@ -108,66 +108,63 @@ class SourceConfig(Section):
     source: str
     """The spec: ``scheme:location:column``."""
     alias: Name | None = None
-    """A short name for pages and logs; the spec where there is none."""
+    """A short name for pages and logs; by default the spec."""
     weight: Weight = 1.0
     """Share within the parent node, relative to its siblings; below a ``schedule``, a number or points."""
     epochs: Epochs = 1.0
     """How often the source is read; fractions and ``.inf`` are allowed."""
     max_tokens: MaxTokens | None = None
-    """Gives at most so many tokens, in whole samples, since the run began; what would be beyond is its end."""
+    """Ends the source after this many tokens since the run began, in whole samples."""
     on_exhausted: OnExhausted | None = None
-    """What its end does to its node; None: what the node says."""
+    """What its end does to its node; by default what the node says."""
     add_bos: bool | None = None
     """Overrides the run's ``add_bos``."""
     add_eot: EndOfText | None = None
-    """Overrides the run's ``add_eot``; for ``megatron:`` and ``npy:``, whose documents as a rule carry the id already,
-    ``auto`` where the run says true."""
+    """Overrides the run's ``add_eot``. For ``megatron:`` and ``npy:``, whose documents usually have the id already, the
+    run's true means ``auto``."""
     loss_mask: Name | None = None
-    """A column beside the ids: for each of them 0 or 1, or false or true, whether it counts for the loss."""
+    """A column beside the ids that says for each id whether it counts for the loss: 0 or 1, or false or true."""
     commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
-    """Of a dataset on the Hub: where the run begins, its files are those of this commit, although the spec names a
-    branch or none. Which files these are stands in the manifest, so this is no part of the order."""
+    """For a dataset on the Hub: the run begins with the files of this commit, even if the spec names a branch or none.
+    The manifest records the files, so this is no part of the order."""
     shuffle: Literal["none", "shards", "rows"] = "none"
-    """In which order rows are read, another one each epoch. ``none``: as they lie in the files. ``shards``: file by
-    file, the files shuffled. ``rows``: the source's blocks shuffled, and the rows within windows of them."""
+    """The order of rows, drawn anew for each epoch. ``none``: as in the files. ``shards``: the files shuffled.
+    ``rows``: the source's blocks shuffled, and rows shuffled within windows of blocks."""
     shuffle_window_rows: Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole_number)] = (
         2**16
     )
-    """Rows of a window of ``shuffle: rows``."""
+    """Rows in a window of ``shuffle: rows``."""
     lanes: Annotated[int, Field(ge=1, le=64), BeforeValidator(whole_number)] = 1
-    """Reads the source at so many places in turn, sample by sample: each lane has a part of every epoch's rows."""
+    """Reads the source at this many places in turn, sample by sample; each lane has a part of every epoch's rows."""
     filter: Annotated[list[str], BeforeValidator(comparisons), Field(min_length=1)] | None = None
-    """Comparisons such as ``score >= 0.5``; only rows for which all hold give tokens."""
+    """Comparisons such as ``score >= 0.5``; only rows that pass all of them give tokens."""
     template: Annotated[str, AfterValidator(_checked_template)] | None = None
-    """The text of a row, made of its columns: ``{title}\\n\\n{text}``. ``chat``: the column holds conversations, which
-    the tokeniser's own chat template renders."""
+    """Makes a row's text of its columns: ``{title}\\n\\n{text}``. ``chat``: the column holds conversations, which the
+    tokeniser's own chat template renders."""
     chat_tools: Name | None = None
-    """With ``template: chat``, the column of the tools of each conversation."""
+    """With ``template: chat``: the column with each conversation's tools."""
     chat_format: Literal["messages", "sharegpt", "alpaca", "prompt_completion"] = "messages"
-    """With ``template: chat``, what a conversation is. ``messages``: role and content of each. ``sharegpt``: ``from``
-    and ``value``. ``alpaca``: an instruction, an input or none, and the column of outputs. ``prompt_completion``: a
-    prompt and the column of completions, of which answers count, as text or as messages."""
+    """With ``template: chat``: the form of a conversation."""
     loss_on: Literal["answers", "completion"] | None = None
-    """``answers``: with ``template: chat``, what the assistant says is found where the template has no blocks for it.
-    ``completion``: of the template's text, what its last column gives, which is the source's own."""
+    """``answers``, with ``template: chat``: finds what the assistant says, if the template has no blocks for it.
+    ``completion``: only the source's own column counts, which the template must end with."""
     transform: Annotated[str, Field(pattern=r"^[^:,\s]+:[^:,\s]+$")] | None = None
-    """Experimental. ``MODULE:FUNCTION``, a function of the user's that makes of each text one other text, before it is
-    tokenised; where whoever starts the server allows it."""
+    """Experimental. ``MODULE:FUNCTION``, your function that changes each text before it is tokenised, if whoever starts
+    the server allows it."""
     fim: FimConfig | None = None
     """Rearranges documents so that a model learns to fill in the middle."""
     on_bad_row: OnBadRow | None = None
     """Overrides the run's ``on_bad_row``."""
     on_blank_line: OnBadRow = "skip"
-    """Of JSON lines: whether a blank line is left out and counted as a filtered row, or is a bad row."""
+    """For JSON lines: whether a blank line is a bad row, or skipped and counted as filtered."""
     max_bad_rows: RowCount | None = None
     """Overrides the run's ``max_bad_rows``."""
     holdout: Share | None = None
-    """The share of documents that are kept out of training: they are the source's part of the stream ``validation``.
-    Drawn by the content of each, so that files may be added, moved and written anew, and copies of a document are all
-    on one side."""
+    """The share of documents that are kept out of training, for the stream ``validation``. Their content decides, so
+    files may be added, moved and rewritten, and copies of a document are all on one side."""
 
     seen: SeenConfig | None = None
-    """Rows that another data loader had given when the job moved: left out of the first epoch, and of no later one."""
+    """Rows that another data loader had read when the job moved: left out of the first epoch only."""
 
     _spec: Spec = PrivateAttr()
 

@@ -21,7 +21,7 @@ class StreamConfig(Section):
     """A stream beside training: samples to evaluate on, the same ones each time."""
 
     mixture: NodeConfig | None = None
-    """What it is made of; if not given, the documents that training's sources hold out."""
+    """What it is made of; by default the documents that training's sources hold out."""
 
     @model_validator(mode="after")
     def _number_children(self) -> Self:

@@ -27,8 +27,8 @@ def import_seen(
         ),
     ] = None,
 ) -> None:
-    """Go on here in the middle of another loader's epoch: writes which rows it had read, and prints the source for the
-    mixture file. The data are not read. Run it in the mixture file's folder."""
+    """Continue another loader's epoch: write which rows it had read, and print the source for the mixture file. The
+    data are not read. Run it in the mixture file's folder."""
     import yaml
     from tokenloom_server.catalog import environment_catalog
 

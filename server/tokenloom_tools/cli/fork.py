@@ -31,7 +31,7 @@ def fork(
     *,
     access: ControlAccess,
 ) -> None:
-    """Begin the run of URL where another one stands: a branch off one checkpoint, with a mixture of its own.
+    """Branch the run of URL off another run's checkpoint, with a mixture of its own.
 
     Sources that both mixtures have go on where they stood; others begin at their first row. Sample index, tokens and
     rolling digest go on. The first launch of the new run then joins without a state; in a trainer,

@@ -170,7 +170,7 @@ def init(
     *,
     answers: _Answers,
 ) -> None:
-    """Write a mixture file for the data of folders or of the Hub, and say what comes next.
+    """Write a mixture file for folders or a dataset on the Hub, and print the next commands.
 
     Each folder and each series of files becomes a source, with a weight by its tokens, which samples of the files tell.
     Of plain text a document is a line, a paragraph or a file, by what is in it. What does not show is asked at a

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 app = typer.Typer(
     name="ledger",
-    help="Back up, restore, check and move a ledger: SQLite or Redis, by the URL that --ledger of serve takes.",
+    help="Back up, restore, check and move a ledger, SQLite or Redis, by the URL that serve --ledger takes.",
     no_args_is_help=True,
 )
 _URL = (

@@ -18,8 +18,7 @@ from tokenloom_tools.cli.revision import RevisionOptions
 
 app = typer.Typer(
     name="mixture",
-    help="Look at the mixture of a served run, and change it while it trains: no restart, and every restore reproduces "
-    "it.",
+    help="Show the mixture of a served run, or change it while it trains.",
     no_args_is_help=True,
 )
 _FromStart = Annotated[

@@ -135,7 +135,7 @@ def peek(
     ] = None,
     access: ReadAccess,
 ) -> None:
-    """Look at the samples of a served run, as the model sees them, without taking part in it, or write them as files.
+    """Look at a served run's samples, as the model sees them, or write them to files.
 
     Nothing is joined, counted, committed or fenced: it may be done while the run trains, before it begins and after
     its end. Samples come by their index in the run's one order, so the samples of a micro-step with a loss spike are

@@ -47,7 +47,7 @@ def plan(
     mixture_options: MixtureOptions,
     access: ReadAccess,
 ) -> None:
-    """Say what a run will be, before it or from where it is: when sources run out, epochs, shares over time, its end.
+    """Show a run's future: when sources run out, epochs, shares over time, and how it ends.
 
     Reads the sources' headers and a sample of their rows, so it takes seconds, whatever their size and however many
     tokens are planned. Beyond two million samples, drawn policies are planned at their mean.

@@ -45,7 +45,7 @@ def restore(
     *,
     access: ControlAccess,
 ) -> None:
-    """Pin where the next launch of the trainers starts, and what the order passes over there.
+    """Pin where the next launch starts, and which samples it skips there.
 
     Nothing moves until that launch joins. A trainer that brings a state of its own has to bring this one; another is
     refused. Samples to skip are those of the order right after it, such as a range at which the loss went up: every

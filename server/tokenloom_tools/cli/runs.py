@@ -52,8 +52,7 @@ def runs(
     *,
     access: ControlAccess,
 ) -> None:
-    """List the runs of a server, and the mixtures that it could not bring up or reload, with what is wrong; or add,
-    reload or remove a run while it serves.
+    """List a server's runs, and mixtures that it cannot serve, with the reason; or add, reload or remove a run.
 
     Whether an added run is there again after a restart of the server, the answer says. A run is called as its file
     where that could not be read.

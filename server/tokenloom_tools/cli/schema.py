@@ -16,7 +16,7 @@ def schema_text() -> str:
 
 
 def schema() -> None:
-    """Print the JSON Schema of the mixture file, by which editors complete it and find faults as you type.
+    """Print the JSON Schema of the mixture file, with which editors complete it and find mistakes.
 
     tokenloom schema > mixture.schema.json writes it; the first line of the mixture file is then
     "# yaml-language-server: $schema=mixture.schema.json".

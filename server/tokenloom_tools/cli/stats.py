@@ -21,7 +21,7 @@ def stats(
     *,
     access: ReadAccess,
 ) -> None:
-    """Show the mix of a run: shares, rows, tokens, epochs, ranks; of a server with several runs a line for each."""
+    """Show a run's mix: shares, rows, tokens, epochs, ranks; if a server has several runs, a line for each."""
     from tokenloom_tools.reports.stats_text import line_of, print_stats
 
     documents = access.connect(url).stats()

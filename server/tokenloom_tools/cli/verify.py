@@ -28,7 +28,7 @@ def verify(
     *,
     access: ReadAccess,
 ) -> None:
-    """Prove whether two runs had the same data, on any topology, and up to which sample; or say which data one run had.
+    """Prove whether two runs had the same data, and up to which sample; or report which data one run had.
 
     Of two, compares rolling digests. Where they differ, servers are asked for digests at earlier samples until the
     first sample that differs is found. Exit status: 0 if the data are the same up to the end of the shorter run, 1 if

@@ -59,7 +59,7 @@ def one_plan(backend: Backend, tokens: str | None) -> Iterator[int | None]:
 
 @ROUTES.add("GET", "/v1/runs/{run}/plan", Scope.READ, errors=ERRORS, tags=["runs"])
 def read_plan(backend: AppBackend, run: RunName, tokens: Tokens = None) -> RunPlan:
-    """What the run will be.
+    """The plan of the run.
 
     From where it is committed: when each source runs out, epochs, shares over the run's tokens, and where it ends.
     Reads a sample of each source the first time, which takes seconds.
@@ -75,7 +75,7 @@ def plan_change(
     change: Annotated[PlannedChange, Body(openapi_examples=_EXAMPLES)],
     tokens: Tokens = None,
 ) -> ChangedPlan:
-    """What the run would be under a change of its mixture.
+    """The plan under a change of its mixture.
 
     Changes nothing, so it takes the token for reading. What names files of the server (new sources, rows to leave
     out) is tried by a PATCH of the mixture with `dry_run`.

@@ -85,7 +85,7 @@ def list_runs(backend: AppBackend) -> RunList:
 
 @ROUTES.add("GET", "/v1/summaries", Scope.READ, errors=(503,), shows_own_runs=True, tags=["runs"])
 def read_summaries(backend: AppBackend) -> Summaries:
-    """All runs at a look: state, tokens, rate, ranks and what is wrong."""
+    """All runs at a glance: state, tokens, rate, ranks and what is wrong."""
     summaries, unread = [], {}
     for name in backend.runs.names():
         try:
