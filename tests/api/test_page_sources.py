@@ -171,11 +171,15 @@ def test_two_hundred_sources_are_sorted_and_filtered_by_what_the_address_says(
     expect(rows.last).to_contain_text("part-199")
     # By the mixture's nodes, with a way to what is in one.
     nodes = [source.model_copy(update={"group": f"node-{source.id % 3}"}) for source in sources]
+    padding = sum(source.tokens for source in nodes[::3]) // 2
+    nodes[0] = nodes[0].model_copy(update={"padding_tokens": padding})
     service.put(run_stats(RUN, sources=nodes))
     page.goto(f"http://{server.address}/#/run/{RUN}/sources")
     expect(page.get_by_text("200 sources in 3 groups")).to_be_visible()
     expect(rows).to_have_count(3)
     assert cell(page, "node-0", "Samples") == f"{67 * 2048 / 1000:.0f} k"
+    # Of all of its sources: the first has no tokens.
+    expect(page.get_by_title("50.0\u00a0% filled")).to_be_visible()
     page.get_by_role("link", name="node-0").click()
     expect(page.get_by_text("67 of 200")).to_be_visible()
 

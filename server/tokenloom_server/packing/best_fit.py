@@ -25,6 +25,7 @@ from tokenloom_server.core.state import FileCursor, PackedCursor, SourceState, W
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.base import Block, FormattedPacker
 from tokenloom_server.packing.documents import Documents
+from tokenloom_server.packing.row_counts import added
 from tokenloom_server.packing.samples import Flags, Int64s, SampleFormat
 from tokenloom_server.packing.tokenized_rows import DocumentSpan, TokenizedRows
 
@@ -319,10 +320,7 @@ class _PackedWindow(NamedTuple):
 
     def row_counts(self, form: SampleFormat) -> Int64s:
         """[samples, 5]: what each sample adds to the source's ``RowCounts``."""
-        added = np.zeros((len(self.chunk_counts), 5), np.int64)
-        if len(self.chunk_counts):
-            first = np.cumsum(self.chunk_counts) - self.chunk_counts
-            filled = np.add.reduceat((self.ends - self.begins)[self.order], first)
-            added[:, 2] = form.length - form.real_tokens(filled)
-            added[:, 3] = np.add.reduceat(self.cut[self.order].astype(np.int64), first)
-        return added
+        first = np.cumsum(self.chunk_counts) - self.chunk_counts
+        filled = np.add.reduceat((self.ends - self.begins)[self.order], first)
+        cut = np.add.reduceat(self.cut[self.order].astype(np.int64), first)
+        return added(padding_tokens=form.length - form.real_tokens(filled), cut_documents=cut)

@@ -15,7 +15,7 @@ import numpy as np
 from tokenloom_server.core.state import SourceState, tokens_in_row
 from tokenloom_server.packing.base import Block, FormattedPacker
 from tokenloom_server.packing.documents import Documents
-from tokenloom_server.packing.row_counts import RowCounter
+from tokenloom_server.packing.row_counts import RowCounter, added
 from tokenloom_server.packing.samples import Ids, Int64s, Sample, SampleFormat, views, wire
 from tokenloom_server.packing.tokenized_rows import DocumentSpan, TokenizedRows
 
@@ -128,7 +128,7 @@ class ConcatPacker(FormattedPacker):
     ) -> Block:
         row_counts = self._row_counter.after(cursors[:, 4])
         if padding:
-            row_counts = row_counts + np.array([0, 0, padding, 0, 0])
+            row_counts = row_counts + added(padding_tokens=padding)
         self._row_counter.forget(int(cursors[-1, 4]))
         first_sample = position // self._length
         return self._block(

@@ -1,4 +1,4 @@
-"""What rows add to their source's ``RowCounts``: those that are bad, and those that its filter took out."""
+"""What rows and samples add to their source's ``RowCounts``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.packing.tokenized_rows import BAD, FILTERED, TokenizedRows
 
 
+def added(**counts: Any) -> Int64s:
+    """[n, 5]: what samples add to their source's ``RowCounts``, of which ``counts`` [n] are named; [5] for numbers."""
+    return np.stack(np.broadcast_arrays(*RowCounts(**counts)), axis=-1, dtype=np.int64)
+
+
 class RowCounter:
-    """Counts such rows of one source by their numbers since the run began, so that the ``RowCounts`` after a sample
-    follow from the rows counter there."""
+    """Counts bad and filtered rows of one source by their numbers since the run began, so that the ``RowCounts`` after
+    a sample follow from the rows counter there."""
 
     def __init__(self, start: RowCounts) -> None:
         """``start``: where the source stands."""

@@ -10,7 +10,7 @@ import numpy as np
 from tokenloom_server.core.state import SourceState
 from tokenloom_server.packing.base import Block, FormattedPacker
 from tokenloom_server.packing.documents import Documents
-from tokenloom_server.packing.row_counts import RowCounter
+from tokenloom_server.packing.row_counts import RowCounter, added
 from tokenloom_server.packing.samples import Flags, Int64s, SampleFormat
 from tokenloom_server.packing.tokenized_rows import DocumentSpan, TokenizedRows
 
@@ -36,7 +36,7 @@ class UnpackedPacker(FormattedPacker):
 
     def blocks(self) -> Iterator[Block]:
         first_sample, rows_before = self._state.samples, self._state.rows
-        added = np.zeros(5, np.int64)
+        added_before = added()
         row_counter = RowCounter(self._state.row_counts)
         most = max(1, BLOCK_BYTES // self.form.sample_bytes)
         for rows, chunks in self._chunks():
@@ -44,8 +44,8 @@ class UnpackedPacker(FormattedPacker):
             for first in range(0, len(chunks.row), most):
                 some = _Chunks._make(column[first : first + most] for column in chunks)
                 cursors = self._cursors(rows, some, rows_before)
-                added_after = added + np.cumsum(self._added(some), axis=0)
-                added = added_after[-1]
+                added_after = added_before + np.cumsum(self._added(some), axis=0)
+                added_before = added_after[-1]
                 row_counts = added_after + row_counter.after(cursors[:, 4])
                 row_counter.forget(int(cursors[-1, 4]))
                 yield self._block_of(rows, some, first_sample, cursors, row_counts)
@@ -101,11 +101,12 @@ class UnpackedPacker(FormattedPacker):
 
     def _added(self, chunks: _Chunks) -> Int64s:
         """[n, 5]: what each sample adds to the source's ``RowCounts``."""
-        added = np.zeros((len(chunks.row), 5), np.int64)
-        added[:, 2] = self.form.length - self.form.real_tokens(chunks.ends - chunks.begins)
-        added[:, 3] = chunks.cut
-        added[:, 4] = chunks.lost
-        return added
+        filled = self.form.real_tokens(chunks.ends - chunks.begins)
+        return added(
+            padding_tokens=self.form.length - filled,
+            cut_documents=chunks.cut,
+            lost_tokens=chunks.lost,
+        )
 
     def _block_of(
         self,

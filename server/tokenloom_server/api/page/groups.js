@@ -3,7 +3,6 @@
 export const MANY = 24; // rows, beyond which a table is cut
 
 const sum = (sources, name) => sources.reduce((total, source) => (total === null || source[name] === null ? null : total + source[name]), 0);
-const SUMS = ["target_share", "expected_share", "actual_share", "window_share", "tokens", "rows", "samples", "remaining_samples", "dropped_tokens", "skipped_tokens", "bad_rows", "filtered_rows", "excluded_rows", "padding_tokens", "cut_documents", "lost_tokens"];
 
 // Sources by their group: [[name, sources]], in the order of the first of each.
 export function groupsOf(sources) {
@@ -20,11 +19,12 @@ export const isGrouped = (sources, most) => sources.length > most && groupsOf(so
 
 // Several sources as one, with the fields of a source's stats; `group`: its name, where it is a whole one.
 export function merged(id, alias, sources, group = "") {
-  const rows = sources.reduce((total, source) => total + source.rows, 0);
-  const epoch = sources.reduce((total, source) => total + source.epoch * source.rows, 0) / (rows || 1);
+  // A share or a counter is the sum of theirs; what is neither is named below.
+  const sums = Object.fromEntries(Object.keys(sources[0]).map((name) => [name, sum(sources, name)]));
+  const epoch = sources.reduce((total, source) => total + source.epoch * source.rows, 0) / (sums.rows || 1);
+  const given = sums.tokens + sums.skipped_tokens;
   return {
-    ...sources[0],
-    ...Object.fromEntries(SUMS.map((name) => [name, sum(sources, name)])),
+    ...sums,
     id,
     alias,
     group,
@@ -33,6 +33,7 @@ export function merged(id, alias, sources, group = "") {
     epochs: null,
     exhausted: sources.every((source) => source.exhausted),
     label_share: null,
+    fill_rate: given ? 1 - sums.padding_tokens / given : 1,
     cut_rate: null,
     loss: null,
     last_loss: null,
