@@ -128,7 +128,7 @@ class SourceConfig(Section):
     """For a dataset on the Hub: the run begins with the files of this commit, even if the spec names a branch or none.
     The manifest records the files, so this is no part of the order."""
     shuffle: Literal["none", "shards", "rows"] = "none"
-    """The order of rows, drawn anew for each epoch. ``none``: as in the files. ``shards``: the files shuffled.
+    """The order of rows, drawn again for each epoch. ``none``: as in the files. ``shards``: the files shuffled.
     ``rows``: the source's blocks shuffled, and rows shuffled within windows of blocks."""
     shuffle_window_rows: Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole_number)] = (
         2**16
