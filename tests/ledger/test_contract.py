@@ -271,7 +271,7 @@ def test_an_opening_tells_which_run_it_was_forked_from_and_its_batch_plans(ledge
 
 def test_an_opening_brings_the_revision_that_its_pin_asked_for_in_one_write(server: Server) -> None:
     server.revise(1, 40)
-    server.do(commands.Pin, "{}", known_changes=1)
+    server.do(commands.Pin, "{}", 1, known_changes=1)
     skip, opening = revision_of(2, 12, "a restore"), opening_of(2, commit_at(12))
     late = commands.Open(UID, STREAM, server.epoch, opening, commit_at(12), skip, known_changes=0)
     with pytest.raises(LedgerError, match="knows of 0 changes of the revisions, the ledger has 1"):
@@ -377,7 +377,7 @@ def test_everything_is_there_after_the_store_crashed(store: LedgerStore) -> None
     server.open(1, 0)
     server.claim(0, "n")
     server.commit(8, journal=True)
-    server.do(commands.Pin, '{"pin":1}')
+    server.do(commands.Pin, '{"pin":1}', 1)
     server.ledger.execute(commands.SaveSnapshot(UID, STREAM, SNAPSHOT))
     server.revise(1, 8)
     server.revise(2, 8)
@@ -519,7 +519,7 @@ def test_snapshots_are_kept_newest_first_and_never_change(server: Server) -> Non
 def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: LedgerStore) -> None:
     server = lead(store.open())
     other = lead(store.open())  # the leader now; both know the uid of before
-    other.do(commands.Pin, "{}")
+    other.do(commands.Pin, "{}", 1)
     other.revise(1, 8)
     other.do(commands.Adopt, "uid-from-elsewhere")
     other.do(commands.Adopt, "uid-from-elsewhere")  # a repetition
@@ -602,7 +602,7 @@ def _full(ledger: Ledger) -> Server:
     server.claim(0, "n")
     server.commit(4, journal=True)
     server.revise(1, 8)
-    ledger.execute(commands.Pin(UID, STREAM, server.epoch, "{}", known_changes=1))
+    ledger.execute(commands.Pin(UID, STREAM, server.epoch, "{}", 1, known_changes=1))
     ledger.execute(commands.SaveSnapshot(UID, STREAM, SNAPSHOT))
     return server
 

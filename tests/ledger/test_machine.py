@@ -233,10 +233,16 @@ class LedgerMachine(RuleBasedStateMachine):
         who, epoch = self._server(leads)
         self._do(who, commands.ThinJournal(UID, STREAM, epoch))
 
-    @rule(leads=LEADS, pin=st.sampled_from(["{}", '{"at":1}', None]), lag=LAG)
-    def pin(self, leads: bool, pin: str | None, lag: int) -> None:
+    @rule(
+        leads=LEADS,
+        pin=st.sampled_from(["{}", '{"at":1}', None]),
+        number=st.integers(1, 3),
+        lag=LAG,
+    )
+    def pin(self, leads: bool, pin: str | None, number: int, lag: int) -> None:
         who, epoch = self._server(leads)
-        self._do(who, commands.Pin(UID, STREAM, epoch, pin, known_changes=self._known(lag)))
+        known = self._known(lag)
+        self._do(who, commands.Pin(UID, STREAM, epoch, pin, number, known_changes=known))
 
     def _known(self, lag: int) -> int:
         """How many changes of the revisions a server knows."""
@@ -289,7 +295,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1))
     def come_back(self, who: int) -> None:
-        self.pin(True, None, 0)
+        self.pin(True, None, 3, 0)
         self._do(who, commands.Move(UID, STREAM, self.epochs[self.leader], ""))
 
     @rule()
@@ -411,6 +417,7 @@ HEAD_MUTANTS: dict[str, Callable[[Head, Command], dict[str, Any]]] = {
         "revision_changes": getattr(command, "known_changes", 0)
     },
     "closed_generation": lambda head, command: {"closed_generation": 0},
+    "pin_number": lambda head, command: {"pin_number": 0},
     "elsewhere": lambda head, command: {"elsewhere": ""},
     "newest_revision": lambda head, command: {"newest_revision": None},
     "same_number": lambda head, command: {"same_number": None},
@@ -431,6 +438,12 @@ LUA_MUTANTS = {
     "holder": ("renew", "if field('lease_holder') ~= ARGV[3] then return refused() end"),
     "lease": ("acquire", "if holder and holder ~= ARGV[3] and left > 0 then return refused() end"),
     "rollback": ("commit", "or rolled_back(ARGV[3], ARGV[5])"),
+    "late pin": (
+        "pin",
+        "if tonumber(ARGV[4]) < tonumber(field('pin_number') or '0') then return refused() end -- it came late",
+    ),
+    "pinned before": ("open", "redis.call('HINCRBY', RUN, 'pin_number', 1)"),
+    "pinned under another": ("acquire", "redis.call('HDEL', RUN, 'pin_number')"),
     "lost revisions": ("pin", "and revision_changes() >= tonumber(ARGV[#ARGV])"),
     "revised since": (
         "revise",

@@ -121,7 +121,7 @@ def test_a_plain_client_reads_the_counters_and_the_committed_state(
 def test_every_key_has_the_runs_hash_tag_and_none_expires(ledger: Ledger, client: Any) -> None:
     ledger.execute(Commit("uid", "train", 1, 1, commit_at(3), True))
     ledger.execute(ClaimSlot("uid", "train", 1, 1, 0, "nonce"))
-    ledger.execute(Pin("uid", "train", 1, "{}"))
+    ledger.execute(Pin("uid", "train", 1, "{}", 1))
     ledger.execute(
         SaveSnapshot(
             "uid", "train", StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}")

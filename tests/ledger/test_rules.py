@@ -271,10 +271,25 @@ def test_a_run_with_a_generation_keeps_its_uid(server: Server) -> None:
 
 
 def test_a_pin_is_set_replaced_removed_and_ended_by_an_opening(server: Server) -> None:
-    for pin in ('{"at":1}', '{"at":2}', None, '{"at":3}'):
-        server.do(Pin, pin)
+    for number, pin in enumerate(('{"at":1}', '{"at":2}', None, '{"at":3}'), 1):
+        server.do(Pin, pin, number)
         assert server.run.pin == pin
     server.commit(4)
     assert server.run.pin == '{"at":3}'
     server.open(2, 0)
     assert server.run.pin is None
+
+
+def test_a_pin_that_comes_late_is_refused(server: Server) -> None:
+    server.do(Pin, '{"at":1}', 1)
+    server.do(Pin, None, 2)
+    with pytest.raises(LedgerError, match=r"change 1 of the pinned .* came late: change 2 of it"):
+        server.do(Pin, '{"at":1}', 1)
+    server.do(Pin, '{"at":3}', 3)
+    server.do(Pin, '{"at":3}', 3)
+    server.open(2, 0)
+    with pytest.raises(LedgerError, match="an opening, came first"):
+        server.do(Pin, '{"at":3}', 3)
+    assert server.run.pin is None
+    server.do(Pin, '{"at":4}', 4)
+    assert server.run.pin == '{"at":4}'

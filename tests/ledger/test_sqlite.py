@@ -108,7 +108,7 @@ def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: Path) 
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o644)
 
 
-@pytest.mark.parametrize("version", [1, 10, 12])
+@pytest.mark.parametrize("version", [1, 11, 13])
 def test_another_schema_is_refused_by_its_number_and_left_as_it_is(
     tmp_path: Path, version: int
 ) -> None:
@@ -118,7 +118,7 @@ def test_another_schema_is_refused_by_its_number_and_left_as_it_is(
         connection.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
     with pytest.raises(
-        LedgerError, match=f"has schema version {version}, this release has 11: .* or give another"
+        LedgerError, match=f"has schema version {version}, this release has 12: .* or give another"
     ):
         SqliteLedger(path)
     assert path.read_bytes() == before
@@ -161,7 +161,7 @@ def test_a_full_disk_is_unavailable_and_loses_nothing(tmp_path: Path) -> None:
             connection.execute(f"PRAGMA max_page_count = {pages}")
         big = commit_at(4)
         with pytest.raises(LedgerUnavailable, match="full"):
-            ledger.execute(Pin("uid", "train", epoch, "x" * 1_000_000))
+            ledger.execute(Pin("uid", "train", epoch, "x" * 1_000_000, 1))
         assert ledger.execute(Commit("uid", "train", epoch, 1, big, False)) == 4
         run = ledger.read_run("run", "train")
         assert run is not None
@@ -353,12 +353,12 @@ def test_a_file_that_was_deleted_or_replaced_while_it_was_open_is_a_ledger_that_
             if how == "its folder deleted":
                 for _ in range(2):
                     with pytest.raises(ConfigError, match=r"folder .* does not exist"):
-                        ledger.execute(Pin("uid", "train", epoch, "here"))
+                        ledger.execute(Pin("uid", "train", epoch, "here", 1))
                 path.parent.mkdir()
             with pytest.raises(
                 LedgerRolledBack, match=r"deleted, moved or replaced .* Bring its data back"
             ):
-                ledger.execute(Pin("uid", "train", epoch, "here"))
+                ledger.execute(Pin("uid", "train", epoch, "here", 1))
             # From now on it is the file that everybody finds there.
             stored = ledger.read_run("run", "train")
             uids = {"replaced": "uid-of-another", "its log deleted": "uid"}

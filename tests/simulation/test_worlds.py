@@ -86,6 +86,7 @@ def test_the_command_that_a_failing_world_names_replays_it() -> None:
             9300101,
             id="the ledger loses an opening from an older checkpoint, and its ranks come again",
         ),
+        pytest.param(309599, id="a pin is written once more after it was taken back"),
         pytest.param(41005993, id="an opening is worked out from what the ledger loses meanwhile"),
     ],
 )

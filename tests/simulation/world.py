@@ -19,7 +19,7 @@ from tokenloom_server.errors import (
     SnapshotInvalid,
     TokenloomError,
 )
-from tokenloom_server.ledger.commands import Pin, SaveSnapshot
+from tokenloom_server.ledger.commands import SaveSnapshot
 from tokenloom_server.ledger.records import Opening, StoredSnapshot
 from tokenloom_server.run.timeouts import Timeouts
 
@@ -575,10 +575,7 @@ class World(Scheduler):
         if text is None or coordinator is None:
             return
         try:
-            pin = server.served.restores.proven(text).text
-            coordinator.ledger.execute(
-                Pin(coordinator.uid, coordinator.stream, coordinator.lease.epoch, pin)
-            )
+            coordinator.pins.set(server.served.restores.proven(text))
         except SnapshotInvalid as error:
             self.checker.fail(f"its own snapshot is refused: {error}")
         except (LedgerError, NotFound) as error:

@@ -368,7 +368,7 @@ def _story(ledger: Ledger) -> None:
             *run, StoredSnapshot(id="saved", sample_index=16, saved_at=NOW, text='{"sealed":"€"}')
         )
     )
-    ledger.execute(commands.Pin(*run, epoch, '{"sample_index":16}'))
+    ledger.execute(commands.Pin(*run, epoch, '{"sample_index":16}', 1))
     second = replace(
         opening_of(2, commit_at(16)),
         parent_run='{"run":"parent"}',
@@ -379,7 +379,7 @@ def _story(ledger: Ledger) -> None:
     for index in range(24, 64, 8):
         ledger.execute(commands.Commit(*run, epoch, 2, commit_at(index), journal=True))
     ledger.execute(commands.ThinJournal(*run, epoch))
-    ledger.execute(commands.Pin(*run, epoch, '{"sample_index":24}'))
+    ledger.execute(commands.Pin(*run, epoch, '{"sample_index":24}', 2))
     ledger.execute(commands.Renew(*run, epoch, "one", 20.0, NOW - 1.5, 2, 56))
     ledger.create_run("another", "train", "uid-2", "{}")
     epoch = ledger.execute(commands.Acquire(*other, "two", 15.0))

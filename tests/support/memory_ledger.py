@@ -43,6 +43,7 @@ class Run:
     committed: CommittedState | None = None
     committed_at: float | None = None
     pin: str | None = None
+    pin_number: int = 0
     revision_changes: int = 0
     closed_generation: int = 0
     elsewhere: str = ""
@@ -167,6 +168,7 @@ class MemoryLedger(Ledger):
             revision_changes=run.revision_changes,
             closed_generation=run.closed_generation,
             elsewhere=run.elsewhere,
+            pin_number=run.pin_number,
             **items,
         )
 

@@ -150,9 +150,14 @@ class ThinJournal(LeaderCommand):
 
 @dataclass(frozen=True, slots=True)
 class Pin(LeaderCommand):
-    """Sets the pinned resume point; None removes it."""
+    """Sets the pinned resume point; None removes it. ``number`` counts the server's changes of it.
+
+    The same one again changes nothing. Raises ``LedgerError`` where a change with a higher number, or an opening, came
+    first: a call that was given up may reach the ledger long after it.
+    """
 
     pin: str | None
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ key                                 type     holds
 ``tokenloom:runs``                  hash     ``name/stream`` → U
 ``tokenloom:uids``                  hash     ``uid/stream`` → U, for runs that took a uid from elsewhere (adopt)
 ``tokenloom:{U}:train``             hash     ``name stream uid record epoch pin journal_bytes revision_changes``
-                                             ``elsewhere``;
+                                             ``elsewhere pin_number``;
                                              the lease: ``lease_holder lease_acquired_at lease_lapses_at lease_s``
                                              ``heard_at``; generation: ``generation opening_mark closed_generation``;
                                              committed state: ``sample_index total_tokens digest state committed_at``
@@ -60,7 +60,14 @@ SCHEMA_VERSION = 2
 #: Fields of commands that every script gets, around its own arguments.
 _SENT_BY_ALL = ("uid", "stream", "epoch", "known_changes")
 #: Fields of a run that decide: integers and texts; 0 and empty where they were never written.
-_INTEGERS = ("epoch", "generation", "sample_index", "revision_changes", "closed_generation")
+_INTEGERS = (
+    "epoch",
+    "generation",
+    "sample_index",
+    "revision_changes",
+    "closed_generation",
+    "pin_number",
+)
 _TEXTS = ("name", "uid", "opening_mark", "elsewhere", "digest")
 #: What a script says of the run's lists beside them: its name in ``Head``, and how it is read.
 _ITEMS: dict[type[Command], tuple[str, Callable[[str], Any]]] = {

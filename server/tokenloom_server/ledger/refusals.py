@@ -191,6 +191,13 @@ def revisions_changed(command: commands.Open, changes: int) -> errors.LedgerErro
     )
 
 
+def pin_is_late(command: commands.Pin, number: int) -> errors.LedgerError:
+    return errors.LedgerError(
+        f"{_run(command)}: change {command.number} of the pinned resume point came late: change {number} of it, or an "
+        "opening, came first. Nothing was changed."
+    )
+
+
 def revision_number(command: commands.Revise, newest: int, changes: int) -> errors.LedgerError:
     present = (
         f"the ledger's newest revision is {newest}" if newest else "the ledger has no revision yet"

@@ -55,6 +55,8 @@ class Head:
     digest: str
     #: How many changes of the revisions there were.
     revision_changes: int = 0
+    #: The number that the next change of the pin has at least, by the present epoch.
+    pin_number: int = 0
     #: The newest generation that was closed.
     closed_generation: int = 0
     #: The ledger that the run is in instead.
@@ -82,6 +84,7 @@ class RunFields(TypedDict, total=False):
     generation: int
     opening_mark: str
     pin: str | None
+    pin_number: int
     revision_changes: int
     closed_generation: int
     elsewhere: str
@@ -276,7 +279,7 @@ def _acquire(head: Head, command: commands.Acquire) -> Refusal | Writes:
         lasts_s=command.lease_s,
         heard_at=heard_at,
     )
-    return Writes(answer=epoch, run={"epoch": epoch}, lease=taken)
+    return Writes(answer=epoch, run={"epoch": epoch, "pin_number": 0}, lease=taken)
 
 
 def _renew(head: Head, command: commands.Renew) -> Refusal | Writes:
@@ -325,6 +328,7 @@ def _open(head: Head, command: commands.Open) -> Refusal | Writes:
             "generation": opening.generation,
             "opening_mark": mark,
             "pin": None,
+            "pin_number": head.pin_number + 1,
             "revision_changes": changes,
         },
         lease=replace(head.lease, heard_at=None)
@@ -396,6 +400,12 @@ def _drop_revisions(head: Head, command: commands.DropRevisions) -> Refusal | Wr
     )
 
 
+def _pin(head: Head, command: commands.Pin) -> Refusal | Writes:
+    if command.number < head.pin_number:
+        return refusals.pin_is_late(command, head.pin_number)
+    return Writes(run={"pin": command.pin, "pin_number": command.number})
+
+
 def _save_snapshot(head: Head, command: commands.SaveSnapshot) -> Refusal | Writes:
     if head.snapshot_text is None:
         return Writes(snapshot=command.snapshot)
@@ -420,7 +430,7 @@ _RULES: dict[type[Command], Callable[[Head, Any], Refusal | Writes]] = {
     commands.ClaimSlot: _claim_slot,
     commands.Commit: _commit,
     commands.ThinJournal: lambda head, command: Writes(thin_journal=True),
-    commands.Pin: lambda head, command: Writes(run={"pin": command.pin}),
+    commands.Pin: _pin,
     commands.Revise: _revise,
     commands.DropRevisions: _drop_revisions,
     commands.SaveSnapshot: _save_snapshot,

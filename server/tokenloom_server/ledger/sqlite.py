@@ -29,7 +29,7 @@ from tokenloom_server.ledger.sqlite_rows import (
 
 _HEAD = """
 SELECT runs.id, name, uid, epoch, generation, opening_mark, revision_changes,
-       closed_generation, elsewhere,
+       closed_generation, elsewhere, pin_number,
        COALESCE(sample_index, 0) AS sample_index, COALESCE(digest, '') AS digest
 FROM runs LEFT JOIN committed ON committed.run = runs.id
 """

@@ -152,14 +152,15 @@ BUSY_TIMEOUT_S = 5.0
 APPLICATION_ID = 0x544B4C4D
 
 #: Another layout takes the next number, and none is used again: a file of any other is refused.
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 #: What a commit rewrites stands apart from the run's record, so that a commit writes few pages.
 _TABLES = """
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL, stream TEXT NOT NULL, uid TEXT NOT NULL, epoch INTEGER NOT NULL,
     generation INTEGER NOT NULL, opening_mark TEXT NOT NULL, pin TEXT, record TEXT NOT NULL,
     revision_changes INTEGER NOT NULL DEFAULT 0, closed_generation INTEGER NOT NULL DEFAULT 0,
-    elsewhere TEXT NOT NULL DEFAULT '', UNIQUE (name, stream), UNIQUE (uid, stream));
+    elsewhere TEXT NOT NULL DEFAULT '', pin_number INTEGER NOT NULL DEFAULT 0,
+    UNIQUE (name, stream), UNIQUE (uid, stream));
 CREATE TABLE former_uids (
     uid TEXT NOT NULL, stream TEXT NOT NULL, run INTEGER NOT NULL, PRIMARY KEY (uid, stream)) WITHOUT ROWID;
 CREATE TABLE committed (

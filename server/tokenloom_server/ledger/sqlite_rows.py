@@ -54,7 +54,7 @@ def stored_run(connection: sqlite3.Connection, name: str, stream: str) -> record
     if row is None:
         return None
     of_run = dict(row)
-    run, generation, _ = (of_run.pop(column) for column in ("id", "generation", "opening_mark"))
+    run, generation, *_ = map(of_run.pop, ("id", "generation", "opening_mark", "pin_number"))
     opening = first_of(connection, Opening, run, "AND generation = ?", generation)
     lease = first_of(connection, Lease, run)
     return records.StoredRun(**of_run, opening=opening, lease=lease, **_committed(connection, run))

@@ -55,6 +55,8 @@ class Pins:
     _lease: Lease
     #: None where nothing is pinned.
     pin: PinnedPoint | None = None
+    #: Of this server's last change.
+    _number: int = 0
 
     def set(self, pin: PinnedPoint | None, timeline: Timeline | None = None) -> bool:
         """Writes where the next launch begins; None takes it back. Writes nothing, and returns False, where the run has
@@ -68,7 +70,11 @@ class Pins:
                 self._lease.state.epoch,
                 head.revision_changes,
             )
-            context.ledger.execute(Pin(head.uid, context.stream, epoch, text, known_changes=known))
+            # Before the call: one whose answer is lost has its number, too.
+            self._number += 1
+            context.ledger.execute(
+                Pin(head.uid, context.stream, epoch, text, self._number, known_changes=known)
+            )
             self.pin = pin
             return True
 
@@ -79,3 +85,4 @@ class Pins:
     def take(self) -> None:
         """A launch opened there."""
         self.pin = None
+        self._number += 1

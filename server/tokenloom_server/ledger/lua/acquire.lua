@@ -12,4 +12,5 @@ local epoch = math.max(tonumber(field('epoch')), tonumber(ARGV[5])) + 1
 redis.call('HSET', RUN, 'epoch', string.format('%d', epoch), 'lease_holder', ARGV[3],
   'lease_acquired_at', string.format('%.3f', now()), 'lease_lapses_at', string.format('%.3f', now() + tonumber(ARGV[4])),
   'lease_s', ARGV[4])
+redis.call('HDEL', RUN, 'pin_number')
 return {1, epoch}

@@ -13,6 +13,7 @@ if ARGV[9] ~= '' then
 end
 redis.call('HSET', RUN, 'generation', ARGV[3], 'opening_mark', ARGV[5], 'heard_at', '')
 redis.call('HDEL', RUN, 'pin')
+redis.call('HINCRBY', RUN, 'pin_number', 1) -- what is pinned late is refused
 redis.call('HSET', OPENINGS, ARGV[3], ARGV[6])
 redis.call('HSET', ATTEMPTS, ARGV[4], ARGV[3])
 redis.call('DEL', SLOTS)

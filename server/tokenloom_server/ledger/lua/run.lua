@@ -22,7 +22,8 @@ end
 
 -- Of a run's fields those that decide: neither its record nor its state, which may be large.
 local HEAD = {'name', 'uid', 'epoch', 'generation', 'opening_mark', 'sample_index', 'digest', 'lease_holder',
-  'lease_acquired_at', 'lease_lapses_at', 'lease_s', 'heard_at', 'revision_changes', 'closed_generation', 'elsewhere'}
+  'lease_acquired_at', 'lease_lapses_at', 'lease_s', 'heard_at', 'revision_changes', 'closed_generation', 'elsewhere',
+  'pin_number'}
 
 -- The answer of a script that wrote nothing: what it saw of the run (Head in rules.py), which says why. item is what
 -- the run's lists hold of the call's own attempt, rank, number or id.
