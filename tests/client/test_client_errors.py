@@ -52,13 +52,16 @@ def test_an_error_ends_with_its_sentence_and_not_with_a_traceback_of_grpc(script
         assert_ends_with_its_sentence(raised.value)
 
 
-def test_a_question_that_finds_no_server_ends_with_its_sentence() -> None:
+def test_a_question_that_finds_no_server_says_so_and_ends_with_its_sentence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     dataset = RemoteDataset(
-        "grpc://127.0.0.1:9/run", 1, connection=ConnectionOptions(connect_timeout_s=0.1)
+        "grpc://127.0.0.1:9/run", 1, connection=ConnectionOptions(connect_timeout_s=2.0)
     )
     with pytest.raises(TokenloomError) as raised:
-        dataset.stats()
+        print(dataset.vocab_size)
     assert_ends_with_its_sentence(raised.value)
+    assert "cannot ask grpc://127.0.0.1:9/run yet, trying for " in caplog.text
 
 
 def test_what_all_ranks_of_a_launch_get_rank_0_says_in_full_and_the_others_shortly(

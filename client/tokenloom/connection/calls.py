@@ -17,9 +17,18 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.threads import Loop
 
-from tokenloom.connection.channel import Channels, Retry, failure, open_channel, retryable
-from tokenloom.connection.join import Request
+from tokenloom.connection.channel import (
+    Channels,
+    Retry,
+    failure,
+    open_channel,
+    retryable,
+    summary,
+)
+from tokenloom.connection.join import WARN_EVERY_S, Request
 from tokenloom.errors import TokenloomError
+
+log = logging.getLogger("tokenloom")
 
 
 def plan(request: Request, until_tokens: int) -> dict[str, Any]:
@@ -35,11 +44,14 @@ def stats(request: Request) -> dict[str, Any]:
 
 
 def _ask(request: Request, call: Callable[..., str]) -> dict[str, Any]:
-    """The document that a call answers with, as soon as a server does. Raises what it refuses with, and
-    ``ServerUnavailable`` after ``connect_timeout_s``."""
+    """The document that a call answers with, as soon as a server does; the log says what is waited for.
+
+    Raises what the server refuses with, and ``ServerUnavailable`` after ``connect_timeout_s``.
+    """
     address = request.address
     retry = Retry(request.options.connect_timeout_s, len(address.targets))
     targets = cycle(address.targets)
+    warn_at = 0.0
     while True:
         with open_channel(address, next(targets), request.credentials) as channel:
             timeout_s = max(retry.remaining_s(), 0.001)
@@ -55,6 +67,15 @@ def _ask(request: Request, call: Callable[..., str]) -> dict[str, Any]:
                 delay_s = retry.next_delay_s()
                 if delay_s is None or not retryable(error, address):
                     raise failure(error, address) from None
+                if retry.tried >= len(address.targets) and time.monotonic() >= warn_at:
+                    warn_at = time.monotonic() + WARN_EVERY_S
+                    left_s = retry.remaining_s()
+                    log.warning(
+                        "cannot ask %s yet, trying for %.0f s more: %s",
+                        address,
+                        left_s,
+                        summary(error),
+                    )
         time.sleep(delay_s)
 
 
@@ -62,9 +83,6 @@ def _ask(request: Request, call: Callable[..., str]) -> dict[str, Any]:
 #
 # Training neither waits for them nor fails by them: what finds no place in the queue pushes out the oldest, and what
 # cannot be sent is dropped, with one warning until the next one goes through.
-
-
-log = logging.getLogger("tokenloom")
 
 #: Reports that wait to be sent: a server that is away for longer misses what came first.
 QUEUED = 64

@@ -68,7 +68,7 @@ _COMMENTS = {
     "seed": "another one gives another order",
     "tokenizer": "its ids are the model's vocabulary",
     "sequence_length": "tokens per sample",
-    "packing": "a conversation stays together",
+    "packing": "a conversation that fits stays whole",
 }
 
 
