@@ -25,7 +25,7 @@ from tokenloom.connection.channel import (
     retryable,
     summary,
 )
-from tokenloom.connection.join import WARN_EVERY_S, Request
+from tokenloom.connection.join import Request
 from tokenloom.errors import TokenloomError
 
 log = logging.getLogger("tokenloom")
@@ -51,7 +51,6 @@ def _ask(request: Request, call: Callable[..., str]) -> dict[str, Any]:
     address = request.address
     retry = Retry(request.options.connect_timeout_s, len(address.targets))
     targets = cycle(address.targets)
-    warn_at = 0.0
     while True:
         with open_channel(address, next(targets), request.credentials) as channel:
             timeout_s = max(retry.remaining_s(), 0.001)
@@ -67,15 +66,11 @@ def _ask(request: Request, call: Callable[..., str]) -> dict[str, Any]:
                 delay_s = retry.next_delay_s()
                 if delay_s is None or not retryable(error, address):
                     raise failure(error, address) from None
-                if retry.tried >= len(address.targets) and time.monotonic() >= warn_at:
-                    warn_at = time.monotonic() + WARN_EVERY_S
-                    left_s = retry.remaining_s()
+                if retry.warns():
                     log.warning(
                         "cannot ask %s yet, trying for %.0f s more: %s",
-                        address,
-                        left_s,
-                        summary(error),
-                    )
+                        address, retry.remaining_s(), summary(error),
+                    )  # fmt: skip
         time.sleep(delay_s)
 
 

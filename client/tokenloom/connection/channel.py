@@ -19,6 +19,8 @@ from tokenloom.errors import ServerUnavailable, TokenloomError, named
 FIRST_DELAY_S = 0.1
 #: High enough to spare a server that starts, low enough that training goes on soon after it has.
 MAX_DELAY_S = 5.0
+#: While a server is away, the log says so at most this often.
+WARN_EVERY_S = 10.0
 #: How long a server may take to show its certificate, where that did not pass.
 _LOOK_S = 5.0
 
@@ -194,6 +196,7 @@ class Retry:
     def __init__(self, budget_s: float, servers: int = 1) -> None:
         self.budget_s = budget_s
         self._servers = servers
+        self._warn_at = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -209,6 +212,14 @@ class Retry:
         if self._deadline is None:
             self._deadline = now + self.budget_s
         return self._deadline - now
+
+    def warns(self) -> bool:
+        """Whether the log is to say now what is waited for: once each server was tried, and then now and again."""
+        now = time.monotonic()
+        if self.tried < self._servers or now < self._warn_at:
+            return False
+        self._warn_at = now + WARN_EVERY_S
+        return True
 
     def next_delay_s(self) -> float | None:
         """How long to wait before the next try; None when the budget is spent."""

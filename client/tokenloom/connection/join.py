@@ -118,8 +118,6 @@ class StepSchedule:
 
 log = logging.getLogger("tokenloom")
 
-#: While a server is away, the log says so at most this often.
-WARN_EVERY_S = 10.0
 #: A server that has not answered by then is asked whether it goes forward to a far sample, and then again and again.
 SOON_S, WATCH_EVERY_S = 0.5, 5.0
 
@@ -257,7 +255,6 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
     give_up_at = math.inf
     named_error: grpc.RpcError | None = None
     shown: grpc.RpcError | None = None
-    warn_at = 0.0
     while True:
         try:
             # Other ranks' Joins wait at the server for rank 0's, so one try may last as long as all.
@@ -284,14 +281,8 @@ def join(connect: Callable[[], DataLoaderStub], request: Request, nonce: str) ->
             # Of several servers the one that leads says why, once all were asked; the others only that they stand by.
             if shown is None or not is_named(error, "NotLeader"):
                 shown = error
-            all_asked = retry.tried >= len(request.address.targets)
             # A busy run counts down: on one rank.
-            if (
-                all_asked
-                and time.monotonic() >= warn_at
-                and (busy_s is None or not request.topology.rank)
-            ):
-                warn_at = time.monotonic() + WARN_EVERY_S
+            if (busy_s is None or not request.topology.rank) and retry.warns():
                 left_s = max(0.0, min(retry.remaining_s(), give_up_at - time.monotonic()))
                 log.warning(
                     "cannot join %s yet, trying for %.0f s more: %s",

@@ -55,7 +55,7 @@ class Pins:
     _lease: Lease
     #: None where nothing is pinned.
     pin: PinnedPoint | None = None
-    #: Of this server's last change.
+    #: Of this server's last change; an opening is one, too, as the ledger counts.
     _number: int = 0
 
     def set(self, pin: PinnedPoint | None, timeline: Timeline | None = None) -> bool:
