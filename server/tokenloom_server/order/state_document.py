@@ -120,7 +120,7 @@ def check(value: Any, kind: Any, path: str) -> None:
     elif isinstance(kind, Table):
         check(value, dict, path)
         needed, optional, others = kind
-        for key in needed.keys() - value.keys():
+        for key in sorted(needed.keys() - value.keys()):
             raise misfit(f"{path}.{key}", None, f"this field{ANOTHER_RELEASE}")
         for key, own in value.items():
             own_kind = needed.get(key) or optional.get(key, others)
