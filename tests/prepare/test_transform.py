@@ -21,8 +21,8 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.order import builder
 from tokenloom_server.sources import lines
-from tokenloom_server.workers import processes
-from tokenloom_server.workers.processes import Transform
+from tokenloom_server.workers import transforms
+from tokenloom_server.workers.transforms import Transform
 from tokenloom_tools.prepare.preparer import Done, prepare
 
 CLEANING = """
@@ -255,13 +255,13 @@ def test_a_killed_command_goes_on_to_the_same_bytes(folder: Path, tokenloom: Com
 
 def test_what_a_function_prints_is_limited_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     printed = BytesIO(
-        b"x" * 2 * processes.LOGGED_LINE_BYTES + b"\n" + b"line\n" * 3 * processes.LOGGED_LINES
+        b"x" * 2 * transforms.LOGGED_LINE_BYTES + b"\n" + b"line\n" * 3 * transforms.LOGGED_LINES
     )
     last: deque[bytes] = deque(maxlen=2)
-    processes._log_printed("a:b", printed, last)
+    transforms._log_printed("a:b", printed, last)
 
-    assert len(caplog.messages) == processes.LOGGED_LINES + 1
-    assert caplog.messages[0] == f"a:b prints: {'x' * processes.LOGGED_LINE_BYTES}"
+    assert len(caplog.messages) == transforms.LOGGED_LINES + 1
+    assert caplog.messages[0] == f"a:b prints: {'x' * transforms.LOGGED_LINE_BYTES}"
     assert caplog.messages[-1].startswith("a:b prints more, which is not shown")
     assert list(last) == [b"line\n"] * 2
     assert printed.closed

@@ -34,7 +34,7 @@ from tokenloom_server.packing.fim import FillInMiddle
 from tokenloom_server.packing.tokenized_rows import BAD
 from tokenloom_server.run.fork import _refuse_other_documents
 from tokenloom_server.sources import lines
-from tokenloom_server.workers.crash_records import SuspectRows
+from tokenloom_server.workers.crashes import SuspectRows
 
 EOT = 256  # of the `bytes` tokeniser
 LENGTH = 8

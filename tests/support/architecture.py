@@ -98,7 +98,7 @@ PUBLIC = tuple(
     f"{SERVER}.{name}"
     for name in (
         *("catalog", "config", "core", "errors", "order", "planning", "reports"),
-        *("sources", "storage", "workers.cluster", "workers.processes"),
+        *("sources", "storage", "workers.cluster", "workers.transforms"),
         *("api.auth", "api.mixture_origin", "api.parent_death", "api.served_run", "api.server"),
         *("api.rest.models", "api.rest.resources.plan", "api.rest.routes", "api.tls", "api.tokens"),
         *("ledger.base", "ledger.commands", "ledger.open", "ledger.records", "ledger.refusals"),

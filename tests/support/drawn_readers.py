@@ -16,10 +16,10 @@ from tokenloom_server.order.resources import RunResources
 from tokenloom_server.sources import row_index
 from tokenloom_server.sources.base import Source
 from tokenloom_server.workers.cluster.description import describe, rebuild
-from tokenloom_server.workers.cluster.readers import messages, reading, source
-from tokenloom_server.workers.cluster.readers.reading import read
+from tokenloom_server.workers.cluster.readers import rows, source, worker
 from tokenloom_server.workers.cluster.readers.rows import Answer, Request, Work
 from tokenloom_server.workers.cluster.readers.source import RowsOfReaders
+from tokenloom_server.workers.cluster.readers.worker import read
 
 
 class DrawnReaders:
@@ -62,8 +62,8 @@ class DrawnReaders:
         with patch.object(row_index, "cached", _no_index):
             answer = read(self._orders[machine, asked.order], asked)
         head, batches = answer._replace(work=Work()).encoded()
-        memory = bytearray(messages.size_of(batches))
-        return head, bytes(memory[: messages.write(memory, batches)]) if batches else b""
+        memory = bytearray(rows.size_of(batches))
+        return head, bytes(memory[: rows.write(memory, batches)]) if batches else b""
 
     def close(self) -> None:
         """Ends the processes of users' functions."""
@@ -107,7 +107,7 @@ def drawn_sizes(seed: object) -> Iterator[None]:
         (source, "FIRST_ROWS", [1, 3, 20]),
         (source, "REQUEST_BYTES", [1, 50, 400, 1 << 22]),
         (source, "MOST_AHEAD", [2, 5, 256]),
-        (reading, "ANSWER_BYTES", [1, 60, 300, 1 << 23]),
+        (worker, "ANSWER_BYTES", [1, 60, 300, 1 << 23]),
     ]
     with ExitStack() as stack:
         for module, name, values in sizes:

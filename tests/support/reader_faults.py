@@ -51,7 +51,7 @@ if "default_worker.py" in " ".join(sys.orig_argv):
         worker.rebuild = lambda text: rebuilds(json.dumps(json.loads(text) | {"base_dir": "/nowhere"}))
     if NODE == "tokenloom":
         sys.modules["tokenloom_server"] = None
-if "Engine" in NODE and any(name in " ".join(sys.orig_argv) for name in ("default_worker.py", "crash_guard")):
+if "Engine" in NODE and any(name in " ".join(sys.orig_argv) for name in ("default_worker.py", "crashes")):
     import ctypes
     from tokenloom_server.tokenizer import engine
     def deadly(kind):

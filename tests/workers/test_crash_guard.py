@@ -14,7 +14,7 @@ from tokenloom_server.sources import arrays
 from tokenloom_server.tokenizer.choose import EngineRecord
 from tokenloom_server.tokenizer.definition import find_tokenizer
 from tokenloom_server.tokenizer.engine import TokenizersEngine
-from tokenloom_server.workers.crash_guard import CrashGuard, EngineDescription
+from tokenloom_server.workers.crashes import CrashGuard, EngineDescription
 
 #: Makes both engines die of a text, or while they are loaded, wherever Python starts.
 _SITE = """

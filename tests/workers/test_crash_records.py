@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tokenloom_server.workers.crash_records import CrashRecords, SuspectRows
+from tokenloom_server.workers.crashes import CrashRecords, SuspectRows
 
 #: Notes rows, says so, and dies of a real fault of memory.
 _DYING = """
 import ctypes, sys
 from contextlib import ExitStack
 from pathlib import Path
-from tokenloom_server.workers.crash_records import CrashRecords
+from tokenloom_server.workers.crashes import CrashRecords
 
 records = CrashRecords(Path(sys.argv[1]), "run")
 with records.noting(0, 0, 0, 10):

@@ -32,7 +32,7 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.errors import ConfigError, SourceError, TokenloomError
 from tokenloom_server.order import builder
 from tokenloom_server.workers.cluster.connection import Needs, connect
-from tokenloom_server.workers.processes import Transform
+from tokenloom_server.workers.transforms import Transform
 from tokenloom_tools.prepare.cluster import OnRay
 from tokenloom_tools.prepare.preparer import prepare
 

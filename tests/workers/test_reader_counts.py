@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.corpora import DOCS, order_of, write_corpus
 from tokenloom_server.order.resources import RunResources
-from tokenloom_server.workers.cluster.description import describe
-from tokenloom_server.workers.cluster.readers import counts, worker
-from tokenloom_server.workers.cluster.readers.reading import read
+from tokenloom_server.workers.cluster.description import LoggedLines, describe
+from tokenloom_server.workers.cluster.readers import link, worker
 from tokenloom_server.workers.cluster.readers.rows import Answer, Part, Request, Work
+from tokenloom_server.workers.cluster.readers.worker import read
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
 
 
 def test_answers_are_counted_by_node_and_source(answer: Answer) -> None:
-    done, tokens = counts.ReaderCounts(), answer.tokens
+    done, tokens = link.ReaderCounts(), answer.tokens
     for source in enumerate(("docs", "code")):
         done.asked(*source)
     for each in (answer, answer._replace(work=Work("another", 0.25)), answer):
@@ -47,24 +47,24 @@ def test_answers_are_counted_by_node_and_source(answer: Answer) -> None:
 
 
 def test_nodes_that_come_and_go_without_end_are_one_in_the_end(answer: Answer) -> None:
-    done = counts.ReaderCounts()
+    done = link.ReaderCounts()
     done.asked(0, "docs")
-    for i in range(2 * counts.MOST_NODES):
+    for i in range(2 * link.MOST_NODES):
         done.answered(0, answer._replace(work=Work(f"node-{i}", 0.1)))
     *_, last = nodes = done.stats([], [], "").nodes
     assert (len(nodes), last.name, last.answers) == (
-        counts.MOST_NODES + 1,
+        link.MOST_NODES + 1,
         "others",
-        counts.MOST_NODES,
+        link.MOST_NODES,
     )
 
 
 def test_of_many_lines_of_a_task_the_first_are_kept() -> None:
-    lines, log = worker.LoggedLines(), logging.getLogger("tokenloom_server.test")
-    log.addHandler(lines)
-    for i in range(10_000):
-        log.warning("line %d %s", i, "x" * 5000)
-    log.removeHandler(lines)
+    log = logging.getLogger("tokenloom_server.test")
+    with LoggedLines() as lines:
+        for i in range(10_000):
+            log.warning("line %d %s", i, "x" * 5000)
+        logging.getLogger("another.library").warning("not shown")
     *first, last = lines.lines()
     assert [line.split()[:2] for _, line in first] == [["line", str(i)] for i in range(20)]
     assert max(len(line) for _, line in first) == 1000

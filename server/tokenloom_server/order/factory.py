@@ -36,7 +36,7 @@ from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder, Ready
 from tokenloom_server.tokenizer.engine import TokenizersEngine
 from tokenloom_server.tokenizer.masked import MaskedEncoder
 from tokenloom_server.workers.chats import RenderedEncoder
-from tokenloom_server.workers.crash_guard import CrashGuard, EngineDescription
+from tokenloom_server.workers.crashes import CrashGuard, EngineDescription
 from tokenloom_server.workers.threads import (
     OPENING_THREADS,
     LazyPacker,
@@ -44,7 +44,7 @@ from tokenloom_server.workers.threads import (
     ReadAhead,
     block_threads,
 )
-from tokenloom_server.workers.transformed import TransformEncoder
+from tokenloom_server.workers.transforms import TransformEncoder
 
 #: Texts of a source that are encoded together, about, and of all sources: what lies ready in tokens has half of it,
 #: twice for each source.

@@ -30,9 +30,9 @@ from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.tokenizer.choose import load_engine
 from tokenloom_server.tokenizer.engine import Engine
 from tokenloom_server.workers.chats import Chats, Completions
-from tokenloom_server.workers.crash_records import CrashRecords
-from tokenloom_server.workers.processes import Transform
+from tokenloom_server.workers.crashes import CrashRecords
 from tokenloom_server.workers.threads import EnginePool, block_threads
+from tokenloom_server.workers.transforms import Transform
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from tokenloom_server.tokenizer.choose import EngineRecord
 from tokenloom_server.tokenizer.definition import TokenizerDefinition
 from tokenloom_server.tokenizer.documents import Documents, Encoder
 from tokenloom_server.tokenizer.engine import SpecialTokensInText, TokenizersEngine
-from tokenloom_server.workers.processes import Transform, TransformFailed
+from tokenloom_server.workers.transforms import Transform, TransformFailed
 
 #: For about a MiB of conversations, which takes a tenth of a second, and for a single one.
 SECONDS = 60.0

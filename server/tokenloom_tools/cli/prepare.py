@@ -18,7 +18,7 @@ from tokenloom_tools.cli.common import console, say, set_up_logging
 from tokenloom_tools.cli.options import Mixture, MixtureOptions, amounts, local_cpus
 
 if TYPE_CHECKING:
-    from tokenloom_server.workers.processes import Transform
+    from tokenloom_server.workers.transforms import Transform
 
     from tokenloom_tools.prepare.job import Job
     from tokenloom_tools.prepare.preparer import Done, MakeAll
@@ -83,7 +83,7 @@ class _ShardOptions:
         """The function of --transform, until the end. Raises ``ConfigError`` where it cannot be imported."""
         if self.transform is None:
             return nullcontext()
-        from tokenloom_server.workers.processes import Transform
+        from tokenloom_server.workers.transforms import Transform
 
         return closing(
             Transform(self.transform, seconds=self.transform_seconds, memory_mb=self.transform_mb)

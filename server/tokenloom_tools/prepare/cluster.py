@@ -25,13 +25,13 @@ from tokenloom_server.storage.folder import Folder
 from tokenloom_server.workers.cluster import tasks
 from tokenloom_server.workers.cluster.connection import Needs, Node, fitting, is_node
 from tokenloom_server.workers.cluster.description import (
+    LoggedLines,
     describe,
     named_by_node,
     rebuild,
     verify_file,
 )
-from tokenloom_server.workers.cluster.readers.worker import LoggedLines
-from tokenloom_server.workers.processes import Transform
+from tokenloom_server.workers.transforms import Transform
 
 from tokenloom_tools.prepare.job import Job, PartRows, Task
 from tokenloom_tools.prepare.journal import Attempts, Journal, Shard
@@ -218,17 +218,12 @@ def make_shard(description: str, task: str = "", number: int = 0, apart: bool = 
     First it compares what is on this node with what the driver has: versions, tokeniser, functions, the folder to write
     into, and the task's files. Without a task it does nothing else, with the first file of each source.
     """
-    lines = LoggedLines()
-    loggers = [logging.getLogger(name) for name in ("tokenloom_server", "tokenloom_tools")]
-    for logger in loggers:
-        logger.addHandler(lines)
-    try:
-        answer = _made(_worker(description), task, number, apart)
-    except (TokenloomError, OSError) as error:
-        answer = {"error": getattr(error, "name", "ConfigError"), "message": named_by_node(error)}
-    finally:
-        for logger in loggers:
-            logger.removeHandler(lines)
+    with LoggedLines() as lines:
+        try:
+            answer = _made(_worker(description), task, number, apart)
+        except (TokenloomError, OSError) as error:
+            name = getattr(error, "name", "ConfigError")
+            answer = {"error": name, "message": named_by_node(error)}
     return json.dumps({**answer, "log": lines.lines()})
 
 

@@ -19,7 +19,7 @@ from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.files import in_threads
-from tokenloom_server.workers.processes import Transform
+from tokenloom_server.workers.transforms import Transform
 
 from tokenloom_tools.prepare.shards import ShardFormat
 

@@ -14,21 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from tokenloom_proto.threads import pool
-from tokenloom_server.errors import ConfigError, SourceError, reason
+from tokenloom_server.errors import ConfigError, SourceError, TokenizerError, reason
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.tokenized_rows import BAD, TokenizedRows
-from tokenloom_server.sources import short_form
-from tokenloom_server.sources.base import Content
+from tokenloom_server.packing.window import RangeReader
+from tokenloom_server.sources import arrays, short_form
+from tokenloom_server.sources.base import Content, Rows, Source
 from tokenloom_server.storage.file import checksum
 from tokenloom_server.storage.folder import Folder
 from tokenloom_server.tokenizer.files import BYTES_TOKENIZER, FILES, TOKENIZER_FILE, tokenizer_file
-from tokenloom_server.workers.processes import Transform
+from tokenloom_server.workers.transforms import Transform, TransformFailed, rows_named
 
 from tokenloom_tools.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
 from tokenloom_tools.prepare.journal import Journal, Shard
 from tokenloom_tools.prepare.shards import COLUMN, ShardFormat, ShardWriter
-from tokenloom_tools.prepare.transformed import read_transformed
 
 _log = logging.getLogger(__name__)
 
@@ -163,7 +165,7 @@ class Maker:
         documents = self.order.documents(task.source, reader, joined=False)
         if self.transform is not None and reader.content is Content.TEXT:
             for ranges in task.ranges:
-                yield from read_transformed(reader, documents, self.transform, *ranges)
+                yield from _transformed(reader, documents, self.transform, *ranges)
             return
         for part, row, count in task.ranges:
             for rows in documents.read_part(part, row, count):
@@ -179,6 +181,49 @@ class Maker:
             raise SourceError(
                 f"{reason}; so far {bad} rows of {task.name} are bad, and {_allowed(most)}"
             )
+
+
+def _transformed(
+    reader: Source, documents: Documents, transform: Transform, file: int, row: int, count: int
+) -> Iterator[tuple[int, TokenizedRows]]:
+    """So many rows of a file from one of them on, some at a time: how many these are, and the texts that a user's
+    function made of them, tokenised.
+
+    Rows that are bad or filtered out do not reach the function; they stand as empty ones after the texts of the others.
+    Raises ``SourceError`` with file and rows where the function fails, and ``TokenizerError``.
+    """
+    for rows in RangeReader(reader).read(file, row, row + count):
+        passing = np.ones(len(rows.column), np.bool_) if rows.filtered is None else ~rows.filtered
+        passing[[bad.position for bad in rows.bad]] = False
+        positions = np.flatnonzero(passing)
+        texts = arrays.filled(
+            arrays.plain(rows.column).take(arrays.from_numbers(positions)).cast(pa.large_string())
+        )
+        if len(texts):
+            try:
+                texts = transform.made_of(texts)
+            except TransformFailed as error:
+                failed = rows_named(
+                    *(rows.first_row + positions[[error.begin, error.end - 1]]).tolist()
+                )
+                raise SourceError(
+                    f"{documents.name}: {documents.path(file)}: {failed}: transform {transform.name} failed: {error}; "
+                    "mend it, and prepare into another folder"
+                ) from None
+        made = pa.concat_arrays([texts, pa.nulls(len(passing) - len(positions), texts.type)])
+        bad = tuple(
+            each._replace(position=len(texts) + number) for number, each in enumerate(rows.bad)
+        )
+        try:
+            yield (
+                len(rows.column),
+                documents.tokenized(
+                    0, file, Rows(rows.first_row, made, bad, np.arange(len(made)) >= len(texts))
+                ),
+            )
+        except TokenizerError as error:
+            made_of = f"what {transform.name} made of row {rows.first_row} and those after it, counted from there"
+            raise TokenizerError(f"{made_of}: {error}") from None
 
 
 def _allowed(most: int) -> str:

@@ -1,8 +1,10 @@
-"""What another process needs to read a run's sources as its server does: plain text, which cannot execute."""
+"""What another process needs to read a run's sources as its server does: plain text, which cannot execute; and what it
+compares and says there."""
 
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from dataclasses import asdict
 from importlib.metadata import version
@@ -17,6 +19,9 @@ from tokenloom_server.order.resources import RunResources
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, verify
 from tokenloom_server.tokenizer.choose import EngineRecord
 from tokenloom_server.tokenizer.definition import find_tokenizer
+
+#: What of the lines that a task logs comes to the server's log.
+LINES, LINE_CHARACTERS = 20, 1000
 
 _AS_THEY_ARE = ("has_loss_mask", "stream", "gives_held_out")
 
@@ -91,3 +96,31 @@ def verify_file(order: PipelineFactory, source_id: int, shard: int) -> None:
         order.resources.base_dir,
         record.config.catalog.sources,
     )
+
+
+class LoggedLines(logging.Handler):
+    """What Tokenloom logs within the block: the first lines, and how many more there were."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.addFilter(lambda record: record.name.startswith("tokenloom_"))
+        self._lines: list[tuple[int, str]] = []
+        self._more = 0
+
+    def __enter__(self) -> LoggedLines:
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger().removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._lines) < LINES:
+            self._lines.append((record.levelno, record.getMessage()[:LINE_CHARACTERS]))
+        else:
+            self._more += 1
+
+    def lines(self) -> list[tuple[int, str]]:
+        """Levels and lines."""
+        more = (logging.WARNING, f"{self._more:,} more lines were logged there")
+        return [*self._lines, more] if self._more else self._lines

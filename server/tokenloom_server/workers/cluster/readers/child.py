@@ -23,7 +23,7 @@ from tokenloom_proto.threads import Background, name_for_kernel
 
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.workers.cluster.connection import Needs, Node, connect, is_node, nodes
-from tokenloom_server.workers.cluster.readers import messages, worker
+from tokenloom_server.workers.cluster.readers import rows, worker
 from tokenloom_server.workers.cluster.readers.rows import ANSWER_BYTES, Request
 from tokenloom_server.workers.cluster.tasks import answered, lost_by, on_each
 
@@ -73,7 +73,7 @@ class Child:
     ) -> None:
         """Takes messages even while the loop sends: if both sides only wrote, both would wait for ever."""
         try:
-            while message := messages.receive(self._server):
+            while message := rows.receive(self._server):
                 loop.call_soon_threadsafe(heard.put_nowait, message)
         finally:
             loop.call_soon_threadsafe(heard.put_nowait, {})
@@ -103,7 +103,7 @@ class Child:
             is_free = self._needs.fit(
                 Node("", "", await asyncio.to_thread(self._ray.available_resources))
             )
-            messages.send(
+            rows.send(
                 self._server, busy="" if is_free else f"no CPU is free for a task of {self._needs}"
             )
             await asyncio.sleep(TICK_S)
@@ -116,7 +116,7 @@ class Child:
             fault = fault or (
                 f"{node.name}: {lost_by(said)}" if isinstance(said, Exception) else said
             )
-        messages.send(self._server, checked=described.digest, fault=fault)
+        rows.send(self._server, checked=described.digest, fault=fault)
 
     async def _answer(self, number: int, described: worker.Described, request: Request) -> None:
         """Asks for rows until they are there, and gives them to the server; which cancels this if it wants them no
@@ -134,9 +134,7 @@ class Child:
             is_late = type(error) is TimeoutError  # and not one of the task's own
             reason = error if isinstance(error, str) else lost_by(error)
             reason = f"no answer within {self._late_s:g} s" if is_late else reason[:1000]
-            messages.send(
-                self._server, again=number, reason=reason, is_refused=isinstance(error, str)
-            )
+            rows.send(self._server, again=number, reason=reason, is_refused=isinstance(error, str))
             return 0.0 if is_late else PAUSE_S
 
         while True:
@@ -153,7 +151,7 @@ class Child:
 
     def _give(self, number: int, head: str, batches: list[pa.RecordBatch]) -> None:
         # Memory that was used before is ten times cheaper than fresh one.
-        size = messages.size_of(batches)
+        size = rows.size_of(batches)
         name = next((name for name in self._free if len(self._memory[name]) >= size), "")
         if is_new := not name:
             file = os.memfd_create("tokenloom-answer")
@@ -162,8 +160,8 @@ class Child:
             self._memory[name] = mmap.mmap(file, 0)
         else:
             self._free.remove(name)
-        used = messages.write(self._memory[name], batches) if batches else 0
-        messages.send(self._server, answer=number, head=head, memory=name, is_new=is_new, size=used)
+        used = rows.write(self._memory[name], batches) if batches else 0
+        rows.send(self._server, answer=number, head=head, memory=name, is_new=is_new, size=used)
         if is_new:
             reduction.send_handle(self._server, file, None)
             os.close(file)
@@ -185,10 +183,10 @@ def main(arguments: list[str]) -> None:
         ) as fitting:
             import ray
 
-            messages.send(server, up=[[node.name, node.cpus] for node in fitting])
+            rows.send(server, up=[[node.name, node.cpus] for node in fitting])
             asyncio.run(Child(server, ray, needs, options["late_s"]).serve())
     except TokenloomError as error:
-        messages.send(server, refused=str(error))
+        rows.send(server, refused=str(error))
     except Exception:
         _log.exception("the process that speaks to Ray fails")
     finally:

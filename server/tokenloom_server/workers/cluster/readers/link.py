@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe, reduction
@@ -29,19 +29,18 @@ from tokenloom_proto.threads import Loop
 from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError, SourceError, StorageError, TokenloomError
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.readers_stats import ReadersStats
+from tokenloom_server.order.readers_stats import ReaderNode, ReaderSource, ReadersStats
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import RunResources
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.files import codec_of
-from tokenloom_server.storage.io_stats import Wait
+from tokenloom_server.storage.io_stats import NAMED_AFTER_S, Wait
 from tokenloom_server.workers.cluster.connection import Needs
 from tokenloom_server.workers.cluster.description import describe, verify_file
-from tokenloom_server.workers.cluster.readers import messages
-from tokenloom_server.workers.cluster.readers.counts import ReaderCounts
-from tokenloom_server.workers.cluster.readers.reading import read
+from tokenloom_server.workers.cluster.readers import rows
 from tokenloom_server.workers.cluster.readers.rows import ANSWER_BYTES, Answer, Request
 from tokenloom_server.workers.cluster.readers.source import RowsOfReaders
+from tokenloom_server.workers.cluster.readers.worker import read
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +57,8 @@ RETRY_S = 2.0
 START_S = 120.0
 #: What of the environment readers need not know: tokens, and where the ledger is.
 PRIVATE = "TOKENLOOM_"
+#: Nodes that are counted by name; all others are one, for where nodes come and go there is no end of names.
+MOST_NODES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +294,7 @@ class RayReaders:
         until = monotonic() + START_S
         while not ours.poll(0.1) and monotonic() < until and not self._stopping.is_set():
             pass
-        head = messages.receive(ours) if ours.poll() else None
+        head = rows.receive(ours) if ours.poll() else None
         if head is None or "up" not in head:
             _end(self._process)
             ours.close()
@@ -316,11 +317,11 @@ class RayReaders:
     def _send(self, **message: Any) -> None:
         # Where that fails, the thread that listens hears of it, too, and asks again for everything.
         with suppress(OSError):
-            messages.send(self._link, **message)
+            rows.send(self._link, **message)
 
     def _listen(self) -> bool:
         try:
-            if (message := messages.receive(self._link)) is not None:
+            if (message := rows.receive(self._link)) is not None:
                 with self.changed:
                     self._take(message)
                     self.changed.notify_all()
@@ -394,3 +395,54 @@ def can_read(record: RunRecord, source_id: int, reader: Source) -> bool:
     """Whether readers may read a source: text, in files that can be read from the middle."""
     paths = record.shard_paths[source_id]
     return reader.content is Content.TEXT and not any(codec_of(path) for path in paths)
+
+
+class ReaderCounts:
+    """For whoever holds the lock of ``RayReaders``."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, ReaderNode] = {}
+        self._sources: dict[int, ReaderSource] = {}
+        #: Requests that were asked again, by source.
+        self.asked_again = Counter[int]()
+
+    def asked(self, source: int, alias: str) -> None:
+        self._sources.setdefault(source, ReaderSource(id=source, alias=alias))
+
+    def answered(self, source: int, answer: Answer) -> None:
+        name, work = answer.work.node, (answer.tokens, answer.work.cpu_s)
+        name = name if name in self._nodes or len(self._nodes) < MOST_NODES else "others"
+        self._nodes[name] = self._nodes.get(name, ReaderNode(name=name)).plus(*work)
+        self._sources[source] = self._sources[source].plus(*work)
+
+    def stats(
+        self, present: Sequence[tuple[str, float]], tickets: Iterable[Any], away: str
+    ) -> ReadersStats:
+        """``present``: names and CPUs of the nodes that are there. ``tickets``: those of the run that are held."""
+        ahead, waiting = Counter[int](), defaultdict[int, str](str)
+        for ticket in tickets:
+            if ticket.answer is not None:
+                ahead[ticket.source] += ticket.answer.rows
+            elif ticket.wait is not None and monotonic() - ticket.wait.since >= NAMED_AFTER_S:
+                waiting[ticket.source] = ticket.wait.text()
+        figures: Any = {
+            "rows_ahead": ahead,
+            "asked_again": self.asked_again,
+            "waiting_for": waiting,
+        }
+        cpus = {
+            of: sum(count for name, count in present if name == of)
+            for of, _ in present[:MOST_NODES]
+        }
+        nodes = {name: ReaderNode(name=name) for name in cpus} | self._nodes
+        return ReadersStats(
+            away=away,
+            nodes=[
+                node.model_copy(update={"cpus": cpus.get(name, 0.0)})
+                for name, node in nodes.items()
+            ],
+            sources=[
+                source.model_copy(update={name: counts[key] for name, counts in figures.items()})
+                for key, source in sorted(self._sources.items())
+            ],
+        )

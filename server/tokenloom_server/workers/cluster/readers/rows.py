@@ -1,10 +1,12 @@
-"""What is asked of a reader, and what it answers: JSON and Arrow's arrays, from which nothing can execute."""
+"""What is asked of a reader, what it answers, and how that comes to the server: JSON on a socket and Arrow's arrays in
+shared memory, from which nothing can execute."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +19,8 @@ from tokenloom_server.sources.base import BadRow, Rows
 
 #: Bytes of ids after which an answer ends, so that its size has a bound; the rest of the rows is asked for again.
 ANSWER_BYTES = 1 << 24
+#: Bytes of a stream at most, beside its batches.
+SCHEMA_BYTES = 1 << 16
 
 
 class Part(NamedTuple):
@@ -138,3 +142,31 @@ def _rows(first_row: int, bad: Sequence[Any], batch: pa.RecordBatch) -> Rows:
         is_filtered if is_filtered.any() else None,
         arrays.numbers(sizes),
     )
+
+
+def send(to: Connection, **message: Any) -> None:
+    """For one thread at a time. Raises ``OSError`` where nobody is at the other end."""
+    to.send_bytes(json.dumps(message).encode())
+
+
+def receive(of: Connection) -> dict[str, Any] | None:
+    """The next message; None where the other end is gone."""
+    try:
+        message: dict[str, Any] = json.loads(of.recv_bytes())
+    except (EOFError, OSError):
+        return None
+    return message
+
+
+def write(memory: Any, batches: Sequence[pa.RecordBatch]) -> int:
+    """Puts them at the beginning of some memory, of ``size_of`` bytes at least; how many it took."""
+    sink = pa.FixedSizeBufferWriter(pa.py_buffer(memory))
+    with pa.ipc.new_stream(sink, batches[0].schema) as stream:
+        for batch in batches:
+            stream.write_batch(batch)
+    return int(sink.tell())
+
+
+def size_of(batches: Sequence[pa.RecordBatch]) -> int:
+    """Bytes that ``write`` takes at most."""
+    return SCHEMA_BYTES + sum(int(pa.ipc.get_record_batch_size(batch)) for batch in batches)
