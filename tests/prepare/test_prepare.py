@@ -35,7 +35,7 @@ from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.sources import lines
 from tokenloom_server.storage.file import checksum
-from tokenloom_server.storage.folder import Folder
+from tokenloom_tools.prepare.folder import Folder
 from tokenloom_tools.prepare.job import Job
 from tokenloom_tools.prepare.journal import Journal
 from tokenloom_tools.prepare.preparer import Done, OnRows, prepare

@@ -21,8 +21,8 @@ from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.sources import short_form
 from tokenloom_server.sources.open import open_source
+from tokenloom_tools import short_form
 
 SPEC = "hf:org/name:train:text"
 ROWS = [text_rows(30, salt, 30) for salt in range(2)]

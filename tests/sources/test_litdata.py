@@ -20,10 +20,10 @@ from support.sources import all_rows, opened, rows_of
 from tokenloom_server.config.row_rules import Comparison, Template
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import samples as sample_files
-from tokenloom_server.sources import short_form
 from tokenloom_server.sources.base import Content
 from tokenloom_server.sources.open import columns_of
 from tokenloom_server.sources.scheme import scheme_of
+from tokenloom_tools import short_form
 
 CHUNKS = {"compression": "zstd:2", "compression_level": "chunk"}
 FRAMES = {"compression": "zstd", "compression_batch_size": 4}

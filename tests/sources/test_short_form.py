@@ -25,7 +25,7 @@ from tokenloom_server.config.order_fields import order_digest
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.sources import short_form
+from tokenloom_tools import short_form
 from tokenloom_tools.cli.app import app
 from typer.testing import CliRunner, Result
 

@@ -14,7 +14,7 @@ from support.litdata_files import write_litdata
 from support.mosaic import write_mds
 from tokenloom_server.errors import ConfigError, SourceError
 from tokenloom_server.sources.scheme import scheme_of
-from tokenloom_server.sources.survey import MAX_SERIES, Survey
+from tokenloom_tools.survey import MAX_SERIES, Survey
 
 ROWS = [[1, 2, 3], [4, 5]] * 4
 

@@ -35,6 +35,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     #: All of them may import what is ``PUBLIC`` of the server, which knows none of them.
     TOOLS: (
         ("__init__",),
+        ("short_form", "survey", "text"),
         ("ledger", "moving", "plan", "prepare", "reports", "scan"),
         ("checkpoint", "past", "remote"),
         ("peek", "verify"),
@@ -106,7 +107,7 @@ PUBLIC = tuple(
         *("packing.base", "packing.buckets", "packing.documents", "packing.samples"),
         *("packing.tokenized_rows", "packing.window", "run.evaluation_streams", "run.past"),
         *("run.revise", "run.sizing", "run.timeouts", "run.views"),
-        *("tokenizer.engine", "tokenizer.files", "tokenizer.text"),
+        *("tokenizer.definition", "tokenizer.engine", "tokenizer.files"),
     )
 )
 
@@ -216,7 +217,6 @@ PURE = tuple(
             "tokenizer.engine_ids",
             "tokenizer.files",
             "tokenizer.masked",
-            "tokenizer.text",
         ),
     )
 )

@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.storage.folder import Folder
 from tokenloom_server.workers.transforms import Transform
+from tokenloom_tools.prepare.folder import Folder
 from tokenloom_tools.prepare.job import Job
 
 from .catalog import CATALOG

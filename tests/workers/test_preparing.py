@@ -136,7 +136,7 @@ def test_a_client_of_a_cluster_has_the_same_answers(cluster: Any, tmp_path: Path
 
 
 def shards_and_more(place: str) -> dict[str, bytes]:
-    from tokenloom_server.storage.folder import Folder
+    from tokenloom_tools.prepare.folder import Folder
 
     folder = Folder(place)
     return {name: folder.read(name) or b"" for name in folder.entries("")}

@@ -20,9 +20,9 @@ from support.s3_server import BUCKET, s3_storage
 from support.server_process import MAIN, server_forks
 from support.waiting import wait_for
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.storage.folder import Folder
 from tokenloom_server.workers.transforms import Transform
 from tokenloom_tools.prepare.cluster import described, make_shard
+from tokenloom_tools.prepare.folder import Folder
 from tokenloom_tools.prepare.job import Job
 from tokenloom_tools.prepare.journal import Journal, Shard
 from tokenloom_tools.prepare.preparer import OnRows, prepare

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from tokenloom_server.core.token_curve import TokenCurve
     from tokenloom_server.sources.base import Content
     from tokenloom_server.sources.catalog import SourceCatalog
-    from tokenloom_server.sources.survey import Candidate, Survey
+
+    from tokenloom_tools.survey import Candidate, Survey
 
 #: Beside the mixture file, for editors.
 SCHEMA_FILE = "mixture.schema.json"
@@ -290,7 +291,7 @@ def _check_output(output: Path, schema: Path, schema_content: str, force: bool) 
 
 def _survey(places: Sequence[str], base_dir: Path, catalog: SourceCatalog) -> Survey:
     """Raises ``ConfigError`` where there is nothing to read."""
-    from tokenloom_server.sources.survey import Survey
+    from tokenloom_tools.survey import Survey
 
     survey = Survey(base_dir, catalog, _choose, _form_of)
     for place in dict.fromkeys(places):
@@ -325,7 +326,7 @@ def _choose(paths: Sequence[str], more: int) -> str:
 
 def _aliases(candidates: Sequence[Candidate]) -> list[str]:
     """The name of each one's folder, unless another source has it, too."""
-    from tokenloom_server.sources.short_form import aliases
+    from tokenloom_tools.short_form import aliases
 
     pairs = [
         (each.folder, alias)

@@ -364,8 +364,9 @@ class MixtureOptions:
         if missing := [_option(name) for name in ("run", size) if fields[name] is None]:
             raise ConfigError(f"--dataset-mix needs {' and '.join(missing)} beside it")
         from tokenloom_server.config import mixture_file as config
-        from tokenloom_server.sources import short_form
         from tokenloom_server.sources.catalog import sources_of
+
+        from tokenloom_tools import short_form
 
         catalog = self.catalog()
         document = short_form.document(

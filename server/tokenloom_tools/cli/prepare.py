@@ -188,9 +188,8 @@ def prepare(
     compares what it has with what is here: Tokenloom's version, the tokeniser, the files, --out. A task takes
     --ray-cpus, --ray-memory and what --ray-resource names, as a node was given it by `ray start --resources`.
     """
-    from tokenloom_server.storage.folder import Folder
-
     from tokenloom_tools.cli.progress import Progress
+    from tokenloom_tools.prepare.folder import Folder
     from tokenloom_tools.prepare.journal import refuse_others
     from tokenloom_tools.prepare.preparer import cannot_write
     from tokenloom_tools.prepare.preparer import prepare as make

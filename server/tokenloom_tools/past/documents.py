@@ -22,9 +22,9 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.packing.buckets import described
 from tokenloom_server.packing.samples import Mask
-from tokenloom_server.tokenizer.text import Decode
 
 from tokenloom_tools.reports.trace import TracedDocument, TracedPart, TracedSample
+from tokenloom_tools.text import Decode
 
 #: How many ids before a part of a document are decoded with it: more than any character has.
 CONTEXT_IDS = 8

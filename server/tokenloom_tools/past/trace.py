@@ -27,10 +27,10 @@ from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.run.past import covering, lineage
 from tokenloom_server.run.sizing import batch_plans_of
-from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
 from tokenloom_tools.past.documents import explain
 from tokenloom_tools.reports.trace import Status, TracedMicroStep, TracedRank, TracedSample
+from tokenloom_tools.text import Decode, bytes_decoder, load_decoder
 
 #: Going forward to a sample takes so long at most, seconds; asked again, it goes on where it was.
 MAX_FORWARD_S = 240.0

@@ -14,7 +14,8 @@ from tokenloom_proto.resume import NamedSource
 from tokenloom_server.packing.base import Batch, Feature
 from tokenloom_server.packing.buckets import described, size_of
 from tokenloom_server.packing.samples import SampleFormat
-from tokenloom_server.tokenizer.text import Decode
+
+from tokenloom_tools.text import Decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_proto.resume import NamedSource, sources_of
 from tokenloom_proto.versions import own_release
-from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
 
 from tokenloom_tools.peek.samples import PeekedSample, decode_batches
 from tokenloom_tools.peek.servers import Servers
+from tokenloom_tools.text import Decode, bytes_decoder, load_decoder
 
 #: The server may have to go forward to the first sample, for as long as a client's Join waits, seconds.
 DEADLINE_S = 300.0

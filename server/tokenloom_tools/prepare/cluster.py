@@ -21,7 +21,6 @@ from tokenloom_proto.seal import canonical
 from tokenloom_server import errors
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.sources.files import in_threads
-from tokenloom_server.storage.folder import Folder
 from tokenloom_server.workers.cluster import tasks
 from tokenloom_server.workers.cluster.connection import Needs, Node, fitting, is_node
 from tokenloom_server.workers.cluster.description import (
@@ -33,6 +32,7 @@ from tokenloom_server.workers.cluster.description import (
 )
 from tokenloom_server.workers.transforms import Transform
 
+from tokenloom_tools.prepare.folder import Folder
 from tokenloom_tools.prepare.job import Job, PartRows, Task
 from tokenloom_tools.prepare.journal import Attempts, Journal, Shard
 from tokenloom_tools.prepare.preparer import Maker, OnRows, cannot_write

@@ -21,8 +21,8 @@ from tokenloom_server.config.order_fields import changes, shown
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.sources.files import in_threads
 from tokenloom_server.storage.file import checksum
-from tokenloom_server.storage.folder import Folder
 
+from tokenloom_tools.prepare.folder import Folder
 from tokenloom_tools.prepare.job import Job, Task
 
 _log = logging.getLogger(__name__)

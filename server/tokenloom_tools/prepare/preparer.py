@@ -21,13 +21,14 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.packing.documents import Documents
 from tokenloom_server.packing.tokenized_rows import BAD, TokenizedRows
 from tokenloom_server.packing.window import RangeReader
-from tokenloom_server.sources import arrays, short_form
+from tokenloom_server.sources import arrays
 from tokenloom_server.sources.base import Content, Rows, Source
 from tokenloom_server.storage.file import checksum
-from tokenloom_server.storage.folder import Folder
 from tokenloom_server.tokenizer.files import BYTES_TOKENIZER, FILES, TOKENIZER_FILE, tokenizer_file
 from tokenloom_server.workers.transforms import Transform, TransformFailed, rows_named
 
+from tokenloom_tools import short_form
+from tokenloom_tools.prepare.folder import Folder
 from tokenloom_tools.prepare.job import FIELDS_OF_READING, FIELDS_OF_SERVING, Job, Prepared, Task
 from tokenloom_tools.prepare.journal import Journal, Shard
 from tokenloom_tools.prepare.shards import COLUMN, ShardFormat, ShardWriter

@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 from tokenloom_proto.files import resolved
-
 from tokenloom_server.config.batching import ALL_COLUMNS
 from tokenloom_server.config.catalog import Spec
 from tokenloom_server.config.data_roots import DataRoots
