@@ -67,6 +67,15 @@ def test_a_long_listing_is_followed_from_page_to_page(hub: StandInHub) -> None:
     assert len(hub.asked("/tree/")) == 4
 
 
+def test_the_next_page_is_asked_of_the_hub_whatever_host_its_answer_names(hub: StandInHub) -> None:
+    hub.repo("org/name").commit(files("train.parquet"))
+    elsewhere = f'<{hub.storage_url}/tree?recursive=True&cursor=0>; rel="next"'
+    hub.fail("/tree/", status=200, headers={"Link": elsewhere}, body=b"[]")
+    assert paths("hf:org/name:train:text") == ["train.parquet"]
+    assert len(hub.asked("/tree/")) == 2
+    assert hub.asked("", "storage") == []
+
+
 def test_sources_of_one_repository_have_one_commit_and_list_it_once(hub: StandInHub) -> None:
     names = [f"c{i}" for i in range(50)]
     configs = [{"config_name": name, "data_files": f"{name}/*.parquet"} for name in names]

@@ -109,16 +109,28 @@ def test_a_command_does_not_wait_as_long_as_the_hub_asks(hub: StandInHub, repo: 
         HubFiles().glob(f"hf://datasets/{repo.name}/*.txt")
 
 
-def test_a_storage_that_says_nothing_is_given_up(
+def test_a_hub_or_storage_that_says_nothing_is_given_up(
     hub: StandInHub, repo: Repo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tokenloom_server.storage import hub_client
 
     handle = HubFiles().open(url(repo))
     monkeypatch.setattr(hub_client, "SILENCE_S", 0.1)
+    monkeypatch.setattr(hub_client, "TRIES", 1)
     hub.fail("/blobs/", delay_s=10)
     with pytest.raises(HubBusy, match=r"127\.0\.0\.1"):
         handle._fetch_range(0, 1000)
+    hub.fail("/tree/", delay_s=10)
+    with pytest.raises(HubBusy, match=r"127\.0\.0\.1"):
+        HubFiles().ls(f"hf://datasets/{repo.name}/train")
+
+
+def test_a_huggingface_hub_without_what_is_used_of_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("huggingface_hub.errors.HTTPError")
+    with pytest.raises(SourceError, match=r"need huggingface_hub 1\.33 .*'HTTPError'.*pip install"):
+        HubFiles()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Requests to the Hub: the token goes to it alone, and every refusal becomes a sentence that says what to do.
 
 All of huggingface_hub is imported here, and only when a source on the Hub is met: its settings (``HF_ENDPOINT``,
-``HF_HOME``, ``HF_HUB_OFFLINE``), its token, its HTTP client with whatever proxy the user gave it. Its retries are not
-used: they wait as long as a server asks for, and nobody hears of it meanwhile.
+``HF_HOME``, ``HF_HUB_OFFLINE``), its token, its HTTP client with whatever proxy the user gave it. Not its ``HfApi``: a
+listing there has no time limit, waits as long as a server asks for, and follows a page's link to another host with the
+token (measured: benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -99,16 +100,15 @@ class HubClient:
             self._constants = import_module("huggingface_hub.constants")
             errors = import_module("huggingface_hub.errors")
             self._cached_tree = self._hub.get_cached_repo_tree
+            # The base of all that its HTTP client raises; which library that is differs between releases.
+            self._http_error: type[Exception] = errors.HTTPError
         except (ImportError, AttributeError) as error:
             raise SourceError(
                 f"sources on the Hub need huggingface_hub 1.33 or later ({error}); {INSTALL}"
             ) from None
-        # The base of all that its HTTP client raises; which library that is differs between releases.
-        self._http_error: type[Exception] = errors.HTTPError
-        self._offline_error: type[Exception] = errors.OfflineModeIsEnabled
         self._no_tree_error: type[Exception] = errors.CachedRepoTreeNotFoundError
         # These log each request with its URL, and the headers of answers: signatures, that is.
-        library = errors.HTTPError.__module__.partition(".")[0]
+        library = self._http_error.__module__.partition(".")[0]
         for name in (library, library.replace("httpx", "httpcore")):
             logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -151,14 +151,13 @@ class HubClient:
         def ask() -> tuple[Any, dict[str, str] | None]:
             with self.ask("GET", url) as reply:
                 body = reply.body(ANSWER_BYTES)
-                link = reply.headers.get("link", "")
+                following = reply.response.links.get("next")
             try:
                 document = json.loads(body)
             except ValueError:
                 raise HubBusy(f"{self.endpoint} answered with something that is no JSON") from None
             # Only the query counts: a mirror may name the Hub's own address, which must not get this one's token.
-            following = re.search(r'<([^>]*)>\s*;\s*rel="?next"?', link)
-            return document, dict(parse_qsl(urlsplit(following[1]).query)) if following else None
+            return document, following and dict(parse_qsl(urlsplit(following["url"]).query))
 
         return retried(ask)
 
@@ -206,10 +205,6 @@ class HubClient:
                 method, url, headers=sent, timeout=silence_s, follow_redirects=False
             ) as response:
                 yield response
-        except self._offline_error:
-            raise HubRefused(
-                "other", f"{self._named(url)} cannot be asked: HF_HUB_OFFLINE is set"
-            ) from None
         except self._http_error as error:
             raise HubBusy(f"{self._named(url)}: {self._scrubbed(error)}") from None
 
@@ -231,9 +226,7 @@ class HubClient:
 
     def _token(self) -> str | None:
         """The token of the environment, or of the login on this machine."""
-        token: str | None = (
-            None if self._constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else self._hub.get_token()
-        )
+        token: str | None = self._hub.utils.get_token_to_send(None)
         return token
 
     def _fault(self, url: str, response: Any) -> Exception:

@@ -168,7 +168,9 @@ class CachedRepository(Repository):
         return HubFile(file.path, int(file.size), f"{kind}:{digest}" if kind else "")
 
     def below(self, folder: str, *, deep: bool) -> Sequence[HubFile]:
-        return _in_folder(self._files, folder, deep)
+        start = f"{folder}/" if folder else ""
+        below = [file for file in self._files if file.path.startswith(start)]
+        return below if deep else [file for file in below if "/" not in file.path[len(start) :]]
 
     def _uncached(self, path: str) -> None:
         if any(file.path == path for file in self._files):
@@ -199,12 +201,6 @@ def find(repository: Repository, pattern: str) -> list[HubFile]:
         for file in repository.below(folder, deep="/" in rest or "**" in rest)
         if matches(file.path)
     ]
-
-
-def _in_folder(files: Sequence[HubFile], folder: str, deep: bool) -> Sequence[HubFile]:
-    start = f"{folder}/" if folder else ""
-    below = [file for file in files if file.path.startswith(start)]
-    return below if deep else [file for file in below if "/" not in file.path[len(start) :]]
 
 
 def _file(entry: dict[str, Any]) -> HubFile:
