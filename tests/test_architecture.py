@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support import private_parts
 from support.architecture import (
     EDGES,
     ENTRY_POINTS,
@@ -37,6 +39,7 @@ from support.architecture import (
     watched_over,
 )
 from support.source_tree import PACKAGE_FOLDERS, SERVER, TOOLS, Tree, read_tree
+from tokenloom_tools.moving import seen
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,6 +54,60 @@ def test_the_project_keeps_the_rule(rule: Rule, project: Tree) -> None:
     faults = list(rule(project))
 
     assert not faults, f"{rule.__doc__}\n" + "\n".join(faults)
+
+
+def test_what_is_not_public_of_other_packages_stands_in_the_table(project: Tree) -> None:
+    private = {
+        name: {part for part in parts.names if "._" in f".{part}"}
+        for name, parts in private_parts.TABLE.items()
+    }
+    undocumented = {
+        (name, part)
+        for name, parts in private_parts.TABLE.items()
+        for part in parts.names - private[name]
+    }
+    imported = {
+        (module.name, target) for module in project.modules.values() for target, _ in module.imports
+    }
+
+    assert private_parts.used(project) == {name: parts for name, parts in private.items() if parts}
+    assert undocumented <= imported
+
+
+def test_releases_that_nobody_has_looked_at_are_refused() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    bounds = {line for extra in extras["optional-dependencies"].values() for line in extra}
+    bounds |= {f"{package}<{before}" for _, package, before in seen.LIBRARIES.values()}
+    for part in private_parts.TABLE.values():
+        if part.known_before is not None:
+            assert any(
+                bound.startswith(part.package) and bound.endswith(f"<{part.known_before}")
+                for bound in bounds
+            ), part
+
+
+def test_private_parts_are_found_however_they_are_used(tmp_path: Path) -> None:
+    folder = tmp_path / "server" / "tokenloom_server" / "storage"
+    folder.mkdir(parents=True)
+    (folder / "here.py").write_text(
+        "from library import Base, _imported\n"
+        "from library._inside import shown\n"
+        "class Ours(Base):\n"
+        "    def __init__(self):\n"
+        "        self._own, self.text = 1, 'library._in_a_text'\n"
+        "    def _overridden(self):\n"
+        "        return super()._overridden(), self._own\n"
+        "def asked(other):\n"
+        "    return other._asked, other._replace(), other.__dict__, Ours()._own\n",
+        encoding="utf-8",
+    )
+
+    assert private_parts.used(read_tree(tmp_path)) == {
+        "tokenloom_server.storage.here": {
+            *("_asked", "_imported", "_overridden"),
+            *("library._in_a_text", "library._inside.shown"),
+        }
+    }
 
 
 def test_all_packages_were_read(project: Tree) -> None:

@@ -17,6 +17,7 @@ import trustme
 from support.memory_service import MemoryService
 from support.waiting import wait_for
 from tokenloom_server.api.auth import Access
+from tokenloom_server.api.rest import uvicorn_server
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.tls import Tls
 from tokenloom_server.errors import ConfigError
@@ -30,6 +31,13 @@ def server() -> Iterator[RestServer]:
     server.start(MemoryService())
     yield server
     server.stop()
+
+
+def test_connections_of_another_uvicorn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom_server.api.rest.uvicorn_server._PARTS", ("has_moved",))
+
+    with pytest.raises(ConfigError, match=r"no has_moved, .* install uvicorn<0\.55"):
+        uvicorn_server.Http(lambda *_: None)
 
 
 SLOW_PARTS = [b"G", b"ET /healthz HTTP/1.1\r\n", b"host: localhost\r\n"]

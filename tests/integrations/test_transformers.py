@@ -246,6 +246,18 @@ def test_a_checkpoint_has_the_data_of_its_weights_whenever_it_is_saved(
     assert callback.saved == [(0, 0), (1, 8), (1, 8), (2, 16)]
 
 
+@pytest.mark.parametrize("part", ["_get_num_items_in_batch", "_save_checkpoint", "_save_rng_state"])
+def test_a_trainer_that_passes_by_what_the_mixin_overrides_is_refused(
+    part: str, dataset: RemoteDataset, tmp_path: Path
+) -> None:
+    args = arguments(tmp_path, max_steps=1, save_steps=1)
+    trainer = TokenloomTrainer(model(), args, train_dataset=dataset)
+    setattr(trainer, part, lambda *_, **__: None)  # as a release that has renamed it
+
+    with pytest.raises(RuntimeError, match=f"Trainer of transformers .* does not call its {part}"):
+        trainer.train()
+
+
 def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(
     dataset: RemoteDataset, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

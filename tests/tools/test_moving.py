@@ -223,7 +223,19 @@ def test_a_library_that_is_not_here_is_named_with_what_to_install(
     (folder / "state.json").write_text(json.dumps(STATE))
     monkeypatch.setitem(sys.modules, "streaming.base", None)
 
-    assert "pip install mosaicml-streaming" in invoke(
+    assert "pip install 'mosaicml-streaming<0.14'" in invoke(
+        folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy"
+    )
+
+
+@pytest.mark.parametrize("release", ["0.14.0.dev0", "0.14", "1.0"])
+def test_a_release_whose_private_parts_nobody_has_looked_at_is_refused(
+    release: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "state.json").write_text(json.dumps(STATE))
+    monkeypatch.setattr("tokenloom_tools.moving.seen.version", lambda _: release)
+
+    assert f"those of mosaicml-streaming {release} were not looked at: pip install" in invoke(
         folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy"
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -371,8 +372,14 @@ class _Follower(Callback):
         if self.loader.stepped:
             return
         checkpoint[self._key] = self.loader.state_of_data(stepped=True)
+        loops = checkpoint["loops"]["fit_loop"]
         for name, value in self._progress.items():
-            checkpoint["loops"]["fit_loop"][f"epoch_loop.{name}"] = deepcopy(value)
+            if (key := f"epoch_loop.{name}") not in loops:
+                raise RuntimeError(
+                    f"Lightning {version('lightning')} saves no {key!r}, by which a checkpoint between two optimiser "
+                    "steps is set back to the first: install an older release, or save at optimiser steps alone"
+                )
+            loops[key] = deepcopy(value)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.loader.ended:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
@@ -182,6 +183,8 @@ class TokenloomMixin(_Trainer):
         self._ends: dict[int, int] = {}
         self._resumed_step = 0
         self._saved_step: int | None = None
+        #: Which of Trainer's own parts that are not public it has called (see ``_require``).
+        self._called: set[str] = set()
         try:
             super().__init__(model, args, *positional, **named)
         finally:
@@ -251,7 +254,13 @@ class TokenloomMixin(_Trainer):
                 self.state.global_step, self.state.max_steps, self._tokenloom_dataset.total_tokens,
             )  # fmt: skip
             return [], None
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._called.clear()
+        collect = super().get_batch_samples
+        batches, items = collect(epoch_iterator, num_batches, device)
+        if (
+            collect.__func__ is Trainer.get_batch_samples
+        ):  # and not another trainer's, which counts by itself
+            self._require("_get_num_items_in_batch")
         if len(batches) < num_batches:
             # Trainer would neither step on some of its batches nor end by itself, nor save what it has.
             self.control.should_training_stop = self.control.should_log = True
@@ -281,6 +290,7 @@ class TokenloomMixin(_Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """The labels of all batches of a step on all ranks, as the server counted them, where Trainer wants those."""
+        self._called.add("_get_num_items_in_batch")
         if (
             batch_samples
             and "global_label_tokens" in batch_samples[0]
@@ -338,10 +348,14 @@ class TokenloomMixin(_Trainer):
             write_state(
                 folder, self._tokenloom_dataset.state_dict(at=self._ends[self.state.global_step])
             )
+        self._called.clear()
         super()._save_checkpoint(model, trial, *rest, **named)
+        if not self.args.save_only_model:
+            self._require("_save_rng_state")
         self._saved_step = self.state.global_step
 
     def _save_rng_state(self, output_dir: str) -> None:
+        self._called.add("_save_rng_state")
         super()._save_rng_state(output_dir)
         # After this, rank 0 writes what makes the checkpoint count as whole, and deletes older ones.
         self.accelerator.wait_for_everyone()
@@ -357,6 +371,16 @@ class TokenloomMixin(_Trainer):
         if "loss" in logs:
             self._figures = {"loss": logs["loss"], "lr": logs["learning_rate"]}
         super().log(logs, *rest, **named)
+
+    def _require(self, part: str) -> None:
+        """Raises ``RuntimeError`` where Trainer has not called a part of its own that is not public, and that does more
+        here: losses or checkpoints would be wrong without a word."""
+        if part not in self._called:
+            raise RuntimeError(
+                f"Trainer of transformers {transformers.__version__} does not call its {part}, through which "
+                "TokenloomMixin counts labels and saves where the data are; install an older release, or write a loop "
+                "with RemoteDataset"
+            )
 
     @property
     def _tokenloom_dataset(self) -> TrainingDataset:
@@ -506,6 +530,13 @@ class _Flow(TrainerCallback):
     ) -> None:
         if (progress := self._trainer._progress) is not None:
             progress.close()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self._trainer._saved_step == state.global_step:
+            self._trainer._called.add("_save_checkpoint")
+        self._trainer._require("_save_checkpoint")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

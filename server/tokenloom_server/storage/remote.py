@@ -247,12 +247,19 @@ def cached_copy(url: str) -> Path | None:
     return hub.cached(url)
 
 
+def path_of(place: str) -> str:
+    """A place as fsspec names it within its storage."""
+    from fsspec.core import strip_protocol
+
+    return str(strip_protocol(place))
+
+
 def entry_of(place: str, info: Mapping[str, Any]) -> Entry:
     """An entry from fsspec's description of a file. Raises ``SourceError`` where the storage does not know its size."""
     name = str(info["name"])
     if "://" not in name:
         # fsspec drops the protocol, and of some protocols the host.
-        base = str(filesystem(place)._strip_protocol(place)).strip("/")
+        base = path_of(place).strip("/")
         name = f"{place}/{name.strip('/').removeprefix(base).lstrip('/')}"
     if info.get("size") is None:
         raise SourceError(

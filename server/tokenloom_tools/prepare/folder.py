@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.storage.file import draft_of, publish
-from tokenloom_server.storage.remote import entry_of, filesystem
+from tokenloom_server.storage.remote import entry_of, filesystem, path_of
 from tokenloom_server.storage.urls import is_remote, redacted, refuse_unsafe, root
 
 
@@ -73,7 +73,7 @@ class Folder:
         """The files in one of its folders, and in folders of that, by their names: size, and what an object store says
         of the content."""
         infos = self._ask("find", self.at(below), detail=True)
-        begin = len(self._files._strip_protocol(self.place)) + 1
+        begin = len(path_of(self.place)) + 1
         signed = {
             name: "" if self.is_local else entry_of(root(self.place), infos[name]).signature
             for name in infos

@@ -15,12 +15,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tokenloom_server.api.rest.listener import MAX_CONNECTIONS
 from tokenloom_server.api.tls import NewestContext, Tls
+from tokenloom_server.errors import ConfigError
 
 #: A connection without a request under way is closed after this time, seconds: since it was accepted, or since its last
 #: answer. However slowly bytes come: a request is under way once its head is complete.
 SILENT_S = 10.0
 #: So long where the other side reads nothing of what it asked for, be it that more was asked for meanwhile, seconds.
 UNREAD_S = 60.0
+
+
+#: Of uvicorn's connection, which is not documented, those that do more here. Without them silent connections would live
+#: for ever, or busy ones be closed.
+_PARTS = ("connection_made", "on_response_complete", "pause_writing")
+#: Its releases before this one were looked at.
+KNOWN_BEFORE = "0.55"
 
 
 class _Connection(H11Protocol):
@@ -60,6 +68,12 @@ class Http(uvicorn.Server):
     """Answers on sockets, in the thread that calls ``run``; outside the main thread it touches no signals."""
 
     def __init__(self, app: ASGIApp, tls: Tls | None = None) -> None:
+        """Raises ``ConfigError`` where uvicorn is another than is known here."""
+        if missing := [part for part in _PARTS if part not in vars(H11Protocol)]:
+            raise ConfigError(
+                f"uvicorn {uvicorn.__version__}: its connections have no {', '.join(missing)}, by which silent ones "
+                f"are closed; install uvicorn<{KNOWN_BEFORE}"
+            )
         super().__init__(
             uvicorn.Config(
                 app,
