@@ -17,12 +17,12 @@ from tokenloom_server.errors import ConfigError
 
 #: What Ray takes from the environment. It is quiet, for the terminal is the command's own.
 QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-#: How long Ray tries an address: 15 s at most, not 13 minutes. A head has three tries, of two connections, a question
-#: and a pause, for one that has only just begun to listen does not know its session yet; ``ray://`` has three, too.
+#: How long Ray tries an address: 12 s, not 13 minutes. A head has two tries, each of two connections, a question and a
+#: pause, for one that has only just begun to listen does not know its session yet; ``ray://`` has three.
 PATIENCE = {
-    "RAY_NUM_REDIS_GET_RETRIES": "3",
+    "RAY_NUM_REDIS_GET_RETRIES": "2",
     "RAY_gcs_rpc_server_connect_timeout_s": "1",
-    "RAY_py_gcs_connect_timeout_s": "2",
+    "RAY_py_gcs_connect_timeout_s": "3",
     "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "4",
     "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "4",
 }
