@@ -166,8 +166,8 @@ def _start(
             socket.create_connection((place[1], int(place[2])), ANSWER_S).close()
         ray.init(address, **options)
     except Exception as error:  # whatever Ray or its processes did not do
-        # Without where in Ray's code that was.
-        said = re.sub(r"(?s)Traceback .*\n  .*?\n", "", str(error.__cause__ or error))
+        # What Ray met, without where in its code that was.
+        said = re.sub(r"(?s)Traceback .*\n  .*?\n", "", str(error.__context__ or error))
         raise ConfigError(f"{where}: {fault} ({' '.join(said.split())}); {remedy}") from None
 
 
