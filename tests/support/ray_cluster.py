@@ -18,6 +18,13 @@ BYTECODE = Path(__file__).parents[2] / ".cache/bytecode"
 #: A node without what the tests do not look at: each process of Ray's takes a second to import it.
 FEWEST_PROCESSES = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 
+#: What Ray does by itself. In a process of tests, clusters start after commands that would be less patient.
+RAYS_PATIENCE = {
+    "RAY_NUM_REDIS_GET_RETRIES": "20", "RAY_gcs_rpc_server_connect_timeout_s": "5",
+    "RAY_py_gcs_connect_timeout_s": "30", "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "5",
+    "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "30",
+}  # fmt: skip
+
 
 @contextmanager
 def ray_folder() -> Iterator[Path]:
@@ -32,6 +39,7 @@ def ray_folder() -> Iterator[Path]:
         "RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0",
         # Where the environment keeps no bytecode, each of them would compile all that it imports.
         "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(BYTECODE),
+        **RAYS_PATIENCE,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RAY_TMPDIR": str(folder), **quiet}.items():

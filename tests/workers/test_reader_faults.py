@@ -146,7 +146,7 @@ def test_server_and_child_may_both_have_more_to_say_than_a_socket_holds(
         (
             {"address": "auto"},
             {"RAY_ADDRESS": "127.0.0.1:9"},
-            r"--readers auto: nothing answers at \S+:9 .*start one",
+            r"--readers auto: no connection to Ray at \S+:9 .*Start one",
         ),
         (
             {"local_cpus": 2},

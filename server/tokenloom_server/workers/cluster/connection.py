@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import socket
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,10 +15,19 @@ from typing import Any
 
 from tokenloom_server.errors import ConfigError
 
-#: For how long the machine of an address may not answer, seconds. Ray waits for minutes, and then ends the process.
+#: What Ray takes from the environment. It is quiet, for the terminal is the command's own.
+QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+#: How long Ray tries an address: 12 s, not 13 minutes. A head has two tries, each of two connections, a question and a
+#: pause, for one that has only just begun to listen does not know its session yet; ``ray://`` has three.
+PATIENCE = {
+    "RAY_NUM_REDIS_GET_RETRIES": "2",
+    "RAY_gcs_rpc_server_connect_timeout_s": "1",
+    "RAY_py_gcs_connect_timeout_s": "3",
+    "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "4",
+    "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "4",
+}
+#: For how long the machine of an address may not answer at all, seconds.
 ANSWER_S = 5.0
-#: The private parts of Ray that are used here were looked at in all releases before this one.
-KNOWN_BEFORE = "2.61"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +93,20 @@ def connect(
     Raises ``ConfigError`` where Ray is not installed, nothing answers, versions differ, or there is too little of
     anything.
     """
+    where = f"{option} {address}"
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or address
+    # Ray reads it as it is imported; what the user says stands.
+    for name, value in (QUIET if address == "local" else QUIET | PATIENCE).items():
+        os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError:
         raise ConfigError(
-            f"{option} {address}: Ray is not installed here: pip install 'tokenloom[ray]'"
+            f"{where}: Ray is not installed here: pip install 'tokenloom[ray]'"
         ) from None
-    # What Ray would tell on the terminal, which is the command's own.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
-    where = f"{option} {address}"
+    warnings.filterwarnings("ignore", module="ray\\.")
     try:
         _start(ray, address, where, cpus, object_store_bytes)
         yield _checked(needs, where, cpus, object_store_bytes)
@@ -129,66 +143,32 @@ def fitting(needs: Needs) -> tuple[Node, ...]:
 def _start(
     ray: Any, address: str, where: str, cpus: int | None, object_store_bytes: int | None
 ) -> None:
-    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    place = re.fullmatch(r"auto|local|(?:ray://)?\[?([^/]+?)\]?:(\d+)", address)
+    if place is None:
+        raise ConfigError(f"{where}: expected auto, local, HOST:PORT or ray://HOST:PORT")
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    fault = f"no connection to Ray at {address}"
+    remedy = (
+        "expected a cluster of the same Ray and Python, of which this machine is a node, or its ray://HOST:PORT; one "
+        "that asks for a token needs RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN here. Start one with ray start --head, "
+        "name another one, or give 'local' for one of this machine's own"
+    )
     if address == "local":
+        fault, remedy = "Ray does not start on this machine", "start it again"
+        options |= {"num_cpus": cpus or os.cpu_count(), "object_store_memory": object_store_bytes}
+        options["include_dashboard"] = False
         if "RAY_AUTH_MODE" not in os.environ:
             # Ray would keep a token for all clusters in the user's home.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        quiet |= {"include_dashboard": False, "object_store_memory": object_store_bytes}
-        try:
-            ray.init("local", num_cpus=cpus or os.cpu_count(), **quiet)
-        except Exception as error:  # whatever its processes did not do
-            reason = " ".join(str(error).split())
-            raise ConfigError(
-                f"{where}: Ray does not start on this machine ({reason}); start it again"
-            ) from None
-        return
     try:
-        _look(ray, address, where)
-        ray.init(address, **quiet)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:  # Ray ends the process where no head answers
-        raise ConfigError(
-            f"{where}: no connection to Ray there ({' '.join(str(error).split())}); expected a cluster of the same Ray "
-            "and Python, of which this machine is a node, or its ray://HOST:PORT; one that asks for a token needs "
-            "RAY_AUTH_MODE=token here"
-        ) from None
-
-
-def _look(ray: Any, address: str, where: str) -> None:
-    """Looks at an address before Ray does, which would try for minutes, say so in many lines, and end the process.
-
-    Raises ``ConfigError`` where nobody listens there, and Ray's error where the cluster does not take this machine's
-    token. Of Ray's parts for it none is public.
-    """
-    try:
-        from ray._private.authentication import authentication_token_setup as tokens
-        from ray._private.services import canonicalize_bootstrap_address
-
-        client = ray._raylet.GcsClient
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{where}: Ray {ray.__version__} has no way to look at an address ({error}); install ray<{KNOWN_BEFORE}"
-        ) from None
-    target = address
-    try:
-        if address == "auto":
-            target = str(canonicalize_bootstrap_address(address))
-        host, _, port = target.removeprefix("ray://").rpartition(":")
-        if not host or not port.isdecimal():
-            raise ConfigError(f"{where}: expected auto, local, HOST:PORT or ray://HOST:PORT")
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"{where}: nothing answers at {target} ({error}); expected a Ray cluster: start one with ray start --head, "
-            "name another one, or give 'local' for one of this machine's own"
-        ) from None
-    if not address.startswith("ray://"):
-        if address == "auto":
-            tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-        tokens.ensure_token_if_auth_enabled(create_token_if_missing=False)
-        client(address=target)
+        if place[2]:
+            # Where nobody listens Ray would take its time all the same.
+            socket.create_connection((place[1], int(place[2])), ANSWER_S).close()
+        ray.init(address, **options)
+    except Exception as error:  # whatever Ray or its processes did not do
+        # What Ray met, without where in its code that was.
+        said = re.sub(r"(?s)Traceback .*\n  .*?\n", "", str(error.__context__ or error))
+        raise ConfigError(f"{where}: {fault} ({' '.join(said.split())}); {remedy}") from None
 
 
 def _checked(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenloom_server.workers.cluster.connection import Node
@@ -73,7 +73,7 @@ def lost_by(error: Exception) -> str:
 
 
 async def on_each(
-    nodes: Iterable[Node], work: Callable[..., Any], *arguments: Any
+    nodes: Sequence[Node], work: Callable[..., Any], *arguments: Any
 ) -> list[tuple[Node, Any]]:
     """What a function gives on each of these nodes, beside whatever they do: its answer, or the exception in its place,
     ``TimeoutError`` after ``CHECK_S``."""
@@ -85,10 +85,8 @@ async def on_each(
         reference = pinned(task, node, soft=False).remote(*arguments)
         return await asyncio.wait_for(asyncio.wrap_future(reference.future()), CHECK_S)
 
-    nodes = list(nodes)
-    return list(
-        zip(nodes, await asyncio.gather(*map(answer, nodes), return_exceptions=True), strict=True)
-    )
+    answers = await asyncio.gather(*map(answer, nodes), return_exceptions=True)
+    return list(zip(nodes, answers, strict=True))
 
 
 def pinned(task: Any, node: Node, *, soft: bool) -> Any:
