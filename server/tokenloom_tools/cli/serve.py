@@ -442,6 +442,7 @@ def serve(
     server = Server(command.serve_options(access.access(made)))
     serving.set()
     gc.freeze()  # what is there now stays until the end: no search goes through it
+    gc.enable()  # see __main__
     # One line, plain, for people and scripts alike.
     print(
         f"tokenloom {'stands by' if options.standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "
