@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
-from tokenloom_proto import rest
 from tokenloom_proto.address import Address, ServerAddress, reached_at
 from tokenloom_proto.credentials import NO_FILES, Credentials, TlsFiles
 
@@ -54,6 +53,9 @@ def find_run(url: str, options: ConnectionOptions) -> Address:
     address = ServerAddress.parse(url)
     if address.is_grpc:
         return Address.parse(url)
+    # Not at the top: most URLs are gRPC's, and to import what asks by HTTP is a twentieth of importing the client.
+    from tokenloom_proto import rest
+
     files = TlsFiles(options.tls_ca, options.tls_cert, options.tls_key).or_of(os.environ)
     run_address = Address(address.targets, address.run, address.is_tls(files != NO_FILES))
     base = f"http{'s' * run_address.tls}://{run_address.targets[0]}"

@@ -15,7 +15,6 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.catalog import open_catalog
 from tokenloom_server.config.catalog import Catalog
 from tokenloom_server.config.data_roots import DataRoots
-from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.order_fields import began_with, differences, refuse
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.stream import TRAIN
@@ -38,6 +37,7 @@ from tokenloom_server.run.timeouts import Timeouts
 from tokenloom_server.storage.io_stats import waits_said
 
 if TYPE_CHECKING:
+    from tokenloom_server.config.mixture_change import MixtureChange
     from tokenloom_server.workers.cluster.readers.link import RayReaders
 
 _log = logging.getLogger(__name__)
@@ -148,5 +148,8 @@ class RunStarter:
                 "by cannot revise it: start it without --standby, or without --revise and with the old file"
             )
         assert reason is not None
+        # Not at the top: its models are built as they are imported, which takes 6 ms, and few starts revise.
+        from tokenloom_server.config.mixture_change import MixtureChange
+
         change = {"reason": reason.text, "author": reason.author, "mixture": as_file(mixture)}
         return factory, parsed(MixtureChange, change, "--revise", self.catalog)

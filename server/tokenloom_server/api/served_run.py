@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tokenloom_server.api.companions import Companions
 from tokenloom_server.api.mixture_origin import MixtureOrigin
-from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.planning.plan import RunPlan
@@ -27,6 +27,9 @@ from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.revise import Mixture, RevisionHandler, revision_info
 from tokenloom_server.run.snapshots import Snapshots
 from tokenloom_server.run.stats import StatsReader
+
+if TYPE_CHECKING:
+    from tokenloom_server.config.mixture_change import MixtureChange
 
 
 class ServedRun:

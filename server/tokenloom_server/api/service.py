@@ -11,13 +11,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenloom_server.api import audit
 from tokenloom_server.api.bring_up import Reason, RunStarter
 from tokenloom_server.api.mixture_origin import MixtureOrigin
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core import caller
 from tokenloom_server.core.measures import LabelledCounter
@@ -36,6 +35,9 @@ from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.reports.stats import NextLaunch
 from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from tokenloom_server.config.mixture_change import MixtureChange
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv
-import pyarrow.json
 from tokenloom_proto.files import read_file
 
 from tokenloom_server.errors import ConfigError, SourceChanged, reason
@@ -109,6 +107,10 @@ def _merged(
 
 
 def _table(path: str, local: Path) -> pa.Table:
+    # Not at the top: few runs leave rows out, and every start would wait for them.
+    import pyarrow.csv
+    import pyarrow.json
+
     try:
         table = (
             pyarrow.csv.read_csv(local) if path.endswith(".csv") else pyarrow.json.read_json(local)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenloom_server.config.mixture_change import Addition, MixtureChange, Setting
 from tokenloom_server.config.mixture_file import given_by_the_server
 from tokenloom_server.config.node import Child, NodeConfig
 from tokenloom_server.config.order_fields import DRAWN, UNREVISABLE
@@ -26,6 +25,9 @@ from tokenloom_server.order.mixture_content import (
     validated,
     with_sources,
 )
+
+if TYPE_CHECKING:
+    from tokenloom_server.config.mixture_change import Addition, MixtureChange, Setting
 
 #: What of a child may be set. Everything else (its spec, how its documents begin and end) makes it another source.
 SETTABLE = (

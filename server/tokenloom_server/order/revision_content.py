@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import SourceState, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceChanged, SourceError
@@ -22,6 +21,9 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import build, plugins_of, plugins_to_json
 from tokenloom_server.sources.scheme import scheme_of
+
+if TYPE_CHECKING:
+    from tokenloom_server.config.mixture_change import MixtureChange
 
 
 def revise(

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from tokenloom_proto.seal import canonical
 from tokenloom_proto.threads import Background
 
-from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.errors import (
     BeyondHorizon,
@@ -31,6 +31,9 @@ from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo, RevisionInfo
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.views import RunView
+
+if TYPE_CHECKING:
+    from tokenloom_server.config.mixture_change import MixtureChange
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -103,6 +102,9 @@ def _is_large(kind: pa.DataType) -> bool:
 
 def filled(array: pa.Array) -> pa.Array:
     """An array of integers or strings with 0 or the empty string for each null."""
+    # Not at the top: processes of functions need none of it, and it takes a fifth of the start of each.
+    import pyarrow.compute as pc
+
     zeros = pa.py_buffer(bytes(16))  # one number, or the two offsets of one string
     parts = [None, zeros] if pa.types.is_integer(array.type) else [None, zeros, pa.py_buffer(b"")]
     return pc.fill_null(array, pa.Array.from_buffers(array.type, 1, parts, 0)[0])
@@ -110,6 +112,8 @@ def filled(array: pa.Array) -> pa.Array:
 
 def lengths(array: pa.Array) -> npt.NDArray[np.int64]:
     """How many items each list of any kind has; a null has none."""
+    import pyarrow.compute as pc  # as in ``filled``
+
     return numbers(filled(pc.list_value_length(array))).astype(np.int64, copy=False)
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
+from tokenloom_server.config.base import Described
 from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import SourceError
 from tokenloom_server.sources import files
@@ -43,7 +44,7 @@ class ListedFile(NamedTuple):
     """What else its reader needs of the index."""
 
 
-class Index(BaseModel):
+class Index(Described):
     """The document in an index: a subclass has its fields."""
 
     @property
@@ -173,7 +174,7 @@ MDS_CODECS = {"zstd": "zstd", "gz": "gzip", "bz2": "bz2", "br": "brotli"}
 _Count = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
-class FileInfo(BaseModel):
+class FileInfo(Described):
     """One form of a shard."""
 
     basename: str
@@ -181,7 +182,7 @@ class FileInfo(BaseModel):
     hashes: Mapping[str, str]
 
 
-class MdsShard(BaseModel):
+class MdsShard(Described):
     """A shard by the index."""
 
     format: Literal["mds"]
@@ -257,7 +258,7 @@ _LITDATA_TYPES: Mapping[str, Sequence[str]] = {
 BOOLEANS = ("no_header_tensor:19", "no_header_numpy:13")
 
 
-class LitdataChunk(BaseModel):
+class LitdataChunk(Described):
     """A file; ``dim``: of a stream of ids, how many it has, unless its first sample is empty."""
 
     filename: str
@@ -271,7 +272,7 @@ class LitdataChunk(BaseModel):
         return self.chunk_bytes, self.chunk_bytes + 4 * (self.chunk_size + 2)
 
 
-class LitdataConfig(BaseModel):
+class LitdataConfig(Described):
     """What all chunks have in common. ``fields``: how the values of a sample are written, by name; in the index, their
     tree beside the list."""
 

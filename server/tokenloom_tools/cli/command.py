@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, get_type_hints
 
 import typer
@@ -107,6 +107,7 @@ def _called(called: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     )
 
 
+@cache  # many commands have the same groups, and each is read once more when it is called
 def _parameters(called: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a function, or the fields of a dataclass, with their types."""
     hints = get_type_hints(called, include_extras=True)

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.reports.stats import skips_text
 
 from tokenloom_tools.cli.common import say
 from tokenloom_tools.cli.options import ControlAccess, Inside, Url, snapshot_text
@@ -74,4 +73,7 @@ def restore(
         f"{name}: the next launch resumes from sample {point.sample_index:,} (digest {point.digest})"
     )
     if point.skips is not None:
+        # Not at the top: the models of reports take pydantic, and --help of every command would wait for it.
+        from tokenloom_server.reports.stats import skips_text
+
         say(f"from then on, what the order passes over: {skips_text(point.skips)}")

@@ -232,10 +232,13 @@ class ServerAccess:
         """The tokens that callers show, and the server's TLS. Raises ``ConfigError``."""
         from tokenloom_server.api.auth import Access
         from tokenloom_server.api.tls import Tls
-        from tokenloom_server.api.tokens import watched_tokens
 
         tls = Tls.load(self.tls_cert, self.tls_key, self.tls_client_ca)
-        named = watched_tokens(self.tokens) if self.tokens is not None else None
+        named = None
+        if self.tokens is not None:
+            from tokenloom_server.api.tokens import watched_tokens
+
+            named = watched_tokens(self.tokens)
         return Access.find(
             os.environ, made.file if made else self.token_file, self.read_token_file, tls, named
         )
@@ -295,13 +298,13 @@ class Readers:
 
     def options(self, storage_timeout: float) -> ReaderOptions | None:
         """What is asked for. Raises ``ConfigError``."""
+        if self.readers is None:
+            return None
         from tokenloom_server.workers.cluster.connection import Needs
         from tokenloom_server.workers.cluster.readers.link import ReaderOptions
 
         from tokenloom_tools.cli.options import amounts, local_cpus
 
-        if self.readers is None:
-            return None
         address, cpus = local_cpus("--readers", self.readers)
         if address != "auto" and cpus is None:
             raise ConfigError(
@@ -442,6 +445,7 @@ def serve(
     server = Server(command.serve_options(access.access(made)))
     serving.set()
     gc.freeze()  # what is there now stays until the end: no search goes through it
+    gc.enable()  # see __main__
     # One line, plain, for people and scripts alike.
     print(
         f"tokenloom {'stands by' if options.standby else 'is ready'}: gRPC on {server.grpc_address}, REST and page on "

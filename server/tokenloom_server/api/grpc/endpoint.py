@@ -13,7 +13,6 @@ from urllib.parse import unquote
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from tokenloom_proto.threads import pool
 from tokenloom_proto.versions import VERSION, version_of
 
@@ -93,10 +92,6 @@ class Endpoint(grpc.GenericRpcHandler):
         self._others: list[grpc.GenericRpcHandler] = []
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self)
-        names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
-            reflection.aio.ReflectionServicer(names), self
-        )
         self._named = (SERVICE.full_name, "", runs.identity)
 
     def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
@@ -150,10 +145,23 @@ class Endpoint(grpc.GenericRpcHandler):
         if rpc.streams:
             serve = self._converse
         elif method in OTHER_RPCS:
-            handler: Any = next(filter(None, (other.service(details) for other in self._others)))
+            handler = self._handler_of_other(details)
             serve, serialise = partial(self._pass_on, handler, held), handler.response_serializer
         call = partial(self._serve, serve, method, places, authorization)
         return grpc.stream_stream_rpc_method_handler(call, response_serializer=serialise)
+
+    def _handler_of_other(self, details: grpc.HandlerCallDetails) -> Any:
+        """What serves a call of one of gRPC's own services."""
+        handlers = (other.service(details) for other in self._others)
+        if (known := next(filter(None, handlers), None)) is not None:
+            return known
+        # Reflection. Not at the top: no trainer asks for it, and a start would wait 5 ms for it.
+        from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+        names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        servicer = reflection.aio.ReflectionServicer(names)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, self)
+        return self._others[-1].service(details)
 
     async def _refuse(self, method: str, error: TokenloomError, _: object, context: Any) -> None:
         self._access.refusals.note(method, unquote(context.peer()), str(error))
