@@ -33,12 +33,12 @@ from tokenloom_server.run.restore import MAX_SKIPPED_TOKENS
 from tokenloom_server.run.revise import MAX_REVISIONS
 from tokenloom_server.run.snapshots import MAX_SAVED_SNAPSHOTS
 from tokenloom_tools import export
+from tokenloom_tools import trace as tracing
 from tokenloom_tools.cli.app import app as command_line
-from tokenloom_tools.past import trace as tracing
-from tokenloom_tools.peek import range as sample_range
-from tokenloom_tools.plan import picture
+from tokenloom_tools.peek import SEARCH_S
 from tokenloom_tools.prepare import shards
-from tokenloom_tools.reports import trace as traced
+from tokenloom_tools.reports.documents import Status
+from tokenloom_tools.reports.picture import SHOWN_SOURCES
 from typer.main import get_command
 
 from docsite.reference.tables import pages, written
@@ -209,7 +209,7 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
         size_estimates.READ_BYTES,
         size_estimates.ENCODED_BYTES,
     )
-    plan_counts = (size_estimates.MOST_PLACES, picture.SHOWN_SOURCES, segments.MAX_SEGMENTS)
+    plan_counts = (size_estimates.MOST_PLACES, SHOWN_SOURCES, segments.MAX_SEGMENTS)
     ahead = f"{past.AHEAD_SAMPLES:,} samples"
     return {
         "a server": (
@@ -257,7 +257,7 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
                 *(
                     f"the {past.MAX_PEEKS} peeks",
                     ahead,
-                    *(f"`{status}`" for status in get_args(traced.Status)),
+                    *(f"`{status}`" for status in get_args(Status)),
                 ),
             ],
         ),
@@ -267,7 +267,7 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
         ),
         "exports": (
             section("export", "Details"),
-            [f" {export.BATCH_IDS:,} ", f"| {sample_range.SEARCH_S:g} s "],
+            [f" {export.BATCH_IDS:,} ", f"| {SEARCH_S:g} s "],
         ),
         "skips": (section("checkpoints", "Skip a bad range"), [f"{MAX_SKIPPED_TOKENS:,} tokens"]),
     }

@@ -25,8 +25,7 @@ from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.reports.runs import ChangedRun, RunList
 from tokenloom_server.reports.stats import MixtureInfo, NextLaunch, RevisionInfo, RunStats
 
-from tokenloom_tools.reports.receipt import Receipt, RunReport
-from tokenloom_tools.reports.trace import TracedMicroStep, TracedSample
+from tokenloom_tools.reports.documents import Receipt, RunReport, TracedMicroStep, TracedSample
 
 #: A new mixture's files are listed, and looked into, before the answer, seconds.
 _REVISE_TIMEOUT_S = 300.0

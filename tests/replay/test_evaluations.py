@@ -51,7 +51,7 @@ from tokenloom_server.errors import (
 from tokenloom_server.replay.evaluation import Evaluation, EvaluationCall, Slice
 from tokenloom_server.run.delivery import EndOfData, Waiting
 from tokenloom_tools.cli.app import app
-from tokenloom_tools.past.trace import Traces
+from tokenloom_tools.trace import Traces
 from typer.testing import CliRunner
 
 SHARE = 0.4

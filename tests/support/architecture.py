@@ -35,9 +35,10 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     #: All of them may import what is ``PUBLIC`` of the server, which knows none of them.
     TOOLS: (
         ("__init__",),
-        ("ledger", "moving", "plan", "prepare", "reports", "scan"),
-        ("checkpoint", "past", "remote"),
-        ("peek", "verify"),
+        ("ledger", "moving", "prepare", "reports", "scan"),
+        ("checkpoint", "receipts", "remote", "trace"),
+        ("servers", "verify"),
+        ("peek",),
         ("export", "routes"),
         ("demo",),
         ("cli",),
@@ -142,6 +143,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
             {
                 f"{SERVER}.api.grpc",
                 f"{TOOLS}.peek",
+                f"{TOOLS}.servers",
                 f"{CLIENT}.connection",
                 f"{PROTO}.dataloader_pb2_grpc",
                 f"{PROTO}.resume",
@@ -155,7 +157,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     ),
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward", "jinja2"), frozenset({f"{SERVER}.tokenizer"})),
-    (("matplotlib",), frozenset({f"{TOOLS}.plan.picture"})),
+    (("matplotlib",), frozenset({f"{TOOLS}.reports.picture"})),
     (("streaming", "litdata"), frozenset({f"{TOOLS}.moving"})),
     (("fsspec",), frozenset({f"{SERVER}.storage"})),
     (("typer",), frozenset({f"{TOOLS}.cli"})),

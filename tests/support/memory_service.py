@@ -43,10 +43,18 @@ from tokenloom_server.reports.stats import (
     SourceStats,
 )
 from tokenloom_server.run.recorder import Recent
-from tokenloom_tools.past.receipts import Receipts
-from tokenloom_tools.past.trace import Traces
-from tokenloom_tools.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
-from tokenloom_tools.reports.trace import TracedDocument, TracedMicroStep, TracedRank, TracedSample
+from tokenloom_tools.receipts import Receipts
+from tokenloom_tools.reports.documents import (
+    Receipt,
+    RunReport,
+    SourceReport,
+    Tokenizer,
+    TracedDocument,
+    TracedMicroStep,
+    TracedRank,
+    TracedSample,
+)
+from tokenloom_tools.trace import Traces
 
 #: With a part for each metric about it.
 ACCESS = Access(tls=cast("Any", SimpleNamespace(is_stale=False)))

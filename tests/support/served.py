@@ -32,7 +32,7 @@ from tokenloom_server.run.join import Joined
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.sessions import Session
 from tokenloom_server.run.timeouts import Timeouts
-from tokenloom_tools.reports.stats_text import print_stats
+from tokenloom_tools.reports.terminal import print_stats
 
 RUN = "test"
 PATIENCE_S = 120.0

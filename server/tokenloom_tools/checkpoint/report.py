@@ -14,7 +14,7 @@ from tokenloom_tools.checkpoint.content import INDEX, Child, Content, Node
 from tokenloom_tools.checkpoint.difference import Difference, place
 from tokenloom_tools.checkpoint.faults import faults
 from tokenloom_tools.checkpoint.probabilities import Chance, chances, missing, owed_samples
-from tokenloom_tools.reports.tables import table
+from tokenloom_tools.reports.terminal import table
 
 #: What a chance has.
 _SHARES = ("in_force", "with_counters", "without_counters")

@@ -32,7 +32,7 @@ def import_seen(
     import yaml
     from tokenloom_server.catalog import environment_catalog
 
-    from tokenloom_tools.moving.seen import write_seen
+    from tokenloom_tools.moving import write_seen
 
     arguments = {}
     for text in argument or ():

@@ -266,7 +266,7 @@ def _with_documents(
     """Sources of plain text with rows that are documents. Raises what keeps a run of them from beginning."""
     from tokenloom_server.order import builder
 
-    from tokenloom_tools.plan.contents import rows_of_text
+    from tokenloom_tools.scan import rows_of_text
 
     factory = builder.create(run_of(sources), base_dir, None)
     return {alias: sources[alias].with_column(column) for alias, column in rows_of_text(factory)}

@@ -62,7 +62,7 @@ def show(
     access: ReadAccess,
 ) -> None:
     """Show the mixture in force, what is paused and dropped, and all phases and revisions, those to come, too."""
-    from tokenloom_tools.reports import mixture_text
+    from tokenloom_tools.reports.terminal import mixture_yaml, print_mixture
 
     if as_json and as_yaml:
         raise ConfigError("give one of --json and --yaml")
@@ -71,9 +71,9 @@ def show(
     if as_json:
         print_json(info.model_dump())
     elif as_yaml:
-        print_document(mixture_text.as_yaml(info))
+        print_document(mixture_yaml(info))
     else:
-        mixture_text.print_mixture(console(), info)
+        print_mixture(console(), info)
 
 
 @command(app, "set")
@@ -208,7 +208,7 @@ def undo(
     access: ControlAccess,
 ) -> None:
     """Take back a revision, and all after it, none of which production has reached."""
-    from tokenloom_tools.reports.mixture_text import print_revision
+    from tokenloom_tools.reports.terminal import print_revision
 
     server = access.connect(url)
     name = server.only_run()

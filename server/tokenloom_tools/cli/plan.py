@@ -64,14 +64,14 @@ def plan(
     else:
         made, notes = _planned(mixture_options, Path(mixture) if mixture else None, until)
     if picture is not None and form is not None:
-        from tokenloom_tools.plan.picture import draw
+        from tokenloom_tools.reports.picture import draw
 
         _write(picture, draw(made, form))
     print_notes(console(stderr=as_json), notes)
     if as_json:
         print_document(made.model_dump_json(indent=2))
         return
-    from tokenloom_tools.plan.report import report
+    from tokenloom_tools.reports.terminal import report
 
     out = console()
     for part in report(made):

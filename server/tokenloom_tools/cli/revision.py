@@ -59,7 +59,7 @@ class RevisionOptions:
         """
         from tokenloom_server.core.amounts import parse_amount
 
-        from tokenloom_tools.reports.mixture_text import print_revision
+        from tokenloom_tools.reports.terminal import print_revision
 
         body = {
             "reason": self.reason,

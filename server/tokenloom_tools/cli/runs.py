@@ -79,7 +79,7 @@ def runs(
 
 
 def _list(server: Remote, as_json: bool) -> None:
-    from tokenloom_tools.reports.stats_text import line_of
+    from tokenloom_tools.reports.terminal import line_of
 
     listed = server.list_runs()
     if as_json:

@@ -29,7 +29,10 @@ from tokenloom_tools.cli.root import App
 from tokenloom_tools.cli.token import MadeToken, make_token
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tokenloom_server.api.auth import Access
+    from tokenloom_server.api.rest.routes import Routes
     from tokenloom_server.api.server import ServeOptions
     from tokenloom_server.workers.cluster.readers.link import ReaderOptions
 
@@ -363,8 +366,6 @@ class Command:
         from tokenloom_server.api.server import ServeOptions
         from tokenloom_server.run.timeouts import Timeouts
 
-        from tokenloom_tools.routes.catalog import tool_routes
-
         self.mixture_options.use_cache()
         mixture = self.mixture_options.short_form()
         if mixture is None and not self.mixtures and self.options.runs_dir is None:
@@ -392,6 +393,13 @@ class Command:
             routes=tool_routes,
             **settings,
         )
+
+
+def tool_routes() -> Sequence[Routes]:
+    """The REST routes of tools; imports them."""
+    from tokenloom_tools.routes import ROUTES
+
+    return [ROUTES]
 
 
 def serve(

@@ -22,7 +22,7 @@ def stats(
     access: ReadAccess,
 ) -> None:
     """Show a run's mix: shares, rows, tokens, epochs, ranks; if a server has several runs, a line for each."""
-    from tokenloom_tools.reports.stats_text import line_of, print_stats
+    from tokenloom_tools.reports.terminal import line_of, print_stats
 
     documents = access.connect(url).stats()
     for document in documents:

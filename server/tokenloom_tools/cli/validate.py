@@ -202,7 +202,7 @@ def _sources(factory: PipelineFactory) -> Table:
     """The sources with their sizes and shares."""
     from tokenloom_server.mixing.mixer import target_shares
 
-    from tokenloom_tools.reports.tables import table
+    from tokenloom_tools.reports.terminal import table
 
     config, record = factory.config, factory.record
     kind = f"sequence length {config.sequence_length}, {config.packing}"

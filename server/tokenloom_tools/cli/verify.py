@@ -50,9 +50,7 @@ def verify(
         report = server.report(server.only_run())
         print_json(report.model_dump()) if as_json else print_document(markdown(report))
         return
-    from tokenloom_tools.verify.compare import compare
-    from tokenloom_tools.verify.digests import open_source
-    from tokenloom_tools.verify.text import PROVES, document, explain
+    from tokenloom_tools.verify import PROVES, compare, document, explain, open_source
 
     with console(stderr=True).status("comparing"):
         both = (open_source(a, access.connect, inside), open_source(b, access.connect, inside))

@@ -23,7 +23,7 @@ from tokenloom_server.run.views import RunView
 from tokenloom_server.sources.manifest import commits_of
 from tokenloom_server.tokenizer.engine import installed_version
 
-from tokenloom_tools.reports.receipt import (
+from tokenloom_tools.reports.documents import (
     BatchSizeFrom,
     ExclusionReport,
     GenerationReport,
