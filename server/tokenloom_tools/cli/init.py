@@ -18,8 +18,7 @@ from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.storage.io_stats import given_up_soon
 
-from tokenloom_tools.cli.common import console, print_document, say
-from tokenloom_tools.cli.schema import schema_text
+from tokenloom_tools.cli.output import console, print_document, say
 
 if TYPE_CHECKING:
     from tokenloom_server.config.run import RunConfig
@@ -27,6 +26,24 @@ if TYPE_CHECKING:
     from tokenloom_server.sources.base import Content
     from tokenloom_server.sources.catalog import SourceCatalog
     from tokenloom_server.sources.survey import Candidate, Survey
+
+
+def schema_text() -> str:
+    """The JSON Schema of the mixture file, with the plugins that the environment allows."""
+    from tokenloom_server.catalog import environment_catalog
+    from tokenloom_server.config.mixture_file import mixture_schema
+
+    return json.dumps(mixture_schema(environment_catalog()), indent=1)
+
+
+def schema() -> None:
+    """Print the JSON Schema of the mixture file, with which editors complete it and find mistakes.
+
+    tokenloom schema > mixture.schema.json writes it; the first line of the mixture file is then
+    "# yaml-language-server: $schema=mixture.schema.json".
+    """
+    print_document(schema_text())
+
 
 #: Beside the mixture file, for editors.
 SCHEMA_FILE = "mixture.schema.json"

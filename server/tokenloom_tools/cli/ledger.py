@@ -13,7 +13,7 @@ import typer
 from tokenloom_server.errors import ConfigError, TokenloomError
 
 from tokenloom_tools.cli.command import command
-from tokenloom_tools.cli.common import console, say, set_up_logging
+from tokenloom_tools.cli.output import console, say, set_up_logging
 
 if TYPE_CHECKING:
     from tokenloom_server.ledger.base import Ledger

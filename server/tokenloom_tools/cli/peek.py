@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from tokenloom_server.errors import ConfigError
 
-from tokenloom_tools.cli.common import console, print_json, say, set_up_logging
 from tokenloom_tools.cli.options import ReadAccess, Url
+from tokenloom_tools.cli.output import console, print_json, say, set_up_logging
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -200,7 +200,7 @@ def _export(
     form: Literal["megatron", "parquet"],
 ) -> None:
     """Writes a range as files that other tools read."""
-    from tokenloom_tools.cli.progress import Progress
+    from tokenloom_tools.cli.output import Progress
     from tokenloom_tools.export import export
     from tokenloom_tools.peek import SampleRange
 

@@ -11,8 +11,8 @@ import typer
 from tokenloom_server.errors import ConfigError, reason
 from tokenloom_server.storage.io_stats import waits_said
 
-from tokenloom_tools.cli.common import console, print_document, print_notes, set_up_logging
 from tokenloom_tools.cli.options import MixtureOptions, ReadAccess
+from tokenloom_tools.cli.output import console, print_document, print_notes, set_up_logging
 
 if TYPE_CHECKING:
     from tokenloom_server.planning.plan import RunPlan
