@@ -25,7 +25,7 @@ from support.memory_service import (
 )
 from tokenloom_proto import threads
 from tokenloom_server.api import metric_tables, metrics
-from tokenloom_server.core.wait_reason import WaitReason
+from tokenloom_server.core.measures import WaitReason
 from tokenloom_server.errors import LedgerUnavailable
 from tokenloom_server.reports.stats import Straggler
 from tokenloom_server.storage.cache import FOLDER, block_cache

@@ -539,7 +539,7 @@ def test_streams_are_told_of(folder: Path) -> None:
 
 def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several turns, so that a trace begins at more than one state.
-    monkeypatch.setattr("tokenloom_server.replay.stream_samples.TURN_TOKENS", 8 * 16)
+    monkeypatch.setattr("tokenloom_server.replay.evaluation.TURN_TOKENS", 8 * 16)
     with serving(folder, held_out()) as (url, runs):
         with pytest.raises(BeyondHorizon, match="was not evaluated on since this server started"):
             runs.get("test").companion(Traces).evaluated("validation", 0, False)

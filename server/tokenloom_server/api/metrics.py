@@ -29,8 +29,7 @@ from tokenloom_server.api import metric_tables as tables
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
 from tokenloom_server.api.run_folder import RunFolder
 from tokenloom_server.api.service import Runs
-from tokenloom_server.core.measures import Histogram
-from tokenloom_server.core.wait_reason import WaitReason
+from tokenloom_server.core.measures import Histogram, WaitReason
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.reports.stats import RunStats, SourceStats
 from tokenloom_server.storage.cache import block_cache

@@ -9,8 +9,8 @@ from tokenloom_server.api.mixture_origin import MixtureOrigin
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.planning.forecast import Planner
 from tokenloom_server.planning.plan import RunPlan
-from tokenloom_server.planning.planner import Planner
 from tokenloom_server.replay.evaluation import Evaluations
 from tokenloom_server.replay.peek import Peeks
 from tokenloom_server.reports.stats import RevisionInfo

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from tokenloom_server.core.rank_state import RankState
+from tokenloom_server.core.measures import RankState
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import date_of
 from tokenloom_server.order.steps import BatchPlan, StepGroup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tokenloom_server.core.wait_reason import WaitReason
+from tokenloom_server.core.measures import WaitReason
 from tokenloom_server.order.steps import StepGroup
 
 

@@ -62,7 +62,7 @@ class RevisionOptions:
         ``run``: where the address names none. ``ask``: only once somebody said yes to it. Raises ``ConfigError``, and
         what the server answers.
         """
-        from tokenloom_server.core.amounts import parse_amount
+        from tokenloom_server.core.numbers import parse_amount
 
         from tokenloom_tools.reports.terminal import print_revision
 
@@ -123,7 +123,7 @@ _FIELD = re.compile(r"[a-z_]+=")
 def _fields(texts: Iterable[str]) -> dict[str, Any]:
     """The fields of arguments FIELD=VALUE, with their values as a mixture file has them. Raises ``ConfigError``."""
     import yaml
-    from tokenloom_server.core.amounts import parse_amount
+    from tokenloom_server.core.numbers import parse_amount
 
     fields: dict[str, Any] = {}
     for text in texts:

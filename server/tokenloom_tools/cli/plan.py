@@ -52,7 +52,7 @@ def plan(
     Reads the sources' headers and a sample of their rows, so it takes seconds, whatever their size and however many
     tokens are planned. Beyond two million samples, drawn policies are planned at their mean.
     """
-    from tokenloom_server.core.amounts import parse_amount
+    from tokenloom_server.core.numbers import parse_amount
 
     set_up_logging("warning")
     until = None if tokens is None else parse_amount(tokens, "--tokens")
@@ -92,7 +92,7 @@ def _planned(
     from tokenloom_server.order import builder
     from tokenloom_server.order.notes import label_notes
     from tokenloom_server.order.timeline import Timeline
-    from tokenloom_server.planning.planner import Planner
+    from tokenloom_server.planning.forecast import Planner
 
     run_config, _, base_dir = options.load(mixture)
     with console(stderr=True).status("opening sources and tokeniser") as status:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 from tokenloom_server.config.base import Document
-from tokenloom_server.reports.document import RunDocument
-from tokenloom_server.reports.stats import RevisionInfo
+from tokenloom_server.reports.stats import RevisionInfo, RunDocument
 
 
 class Range(Document):

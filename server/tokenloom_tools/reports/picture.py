@@ -6,7 +6,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
-from tokenloom_server.core.amounts import short
+from tokenloom_server.core.numbers import short
 from tokenloom_server.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,16 +6,14 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
-from tokenloom_server.core.amounts import short
+from tokenloom_server.core.numbers import short
 from tokenloom_server.ledger.records import date_of
 from tokenloom_server.order.readers_stats import ReadersStats, ReaderWork
 from tokenloom_server.planning.plan import PlannedSource, RunPlan
-from tokenloom_server.planning.segments import PlanSegment, merged
 from tokenloom_server.reports.stats import (
     SLOW_DATA_SHARE,
     MixtureInfo,
@@ -440,6 +438,9 @@ def _epochs(source: PlannedSource) -> str:
 
 def _shares(plan: RunPlan) -> Table:
     """A row for each source, a column for each of a few segments."""
+    import numpy as np
+    from tokenloom_server.planning.segments import PlanSegment, merged
+
     all_of_them = [
         PlanSegment(p.from_tokens, p.until_tokens, np.array(p.shares)) for p in plan.segments
     ]

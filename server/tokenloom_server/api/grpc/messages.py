@@ -9,8 +9,8 @@ import numpy.typing as npt
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.delivered import Delivered, DeliveredBucket
 
+from tokenloom_server.core.numbers import varint
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.core.varint import varint
 from tokenloom_server.errors import Fenced
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.packing.samples import Sample

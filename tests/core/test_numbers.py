@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenloom_server.core.amounts import parse_amount, short
+from tokenloom_server.core.numbers import parse_amount, short
 from tokenloom_server.errors import ConfigError
 
 

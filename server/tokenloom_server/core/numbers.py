@@ -1,9 +1,13 @@
-"""Large numbers as people write them: 500M, 10B, 1.5T."""
+"""Numbers as they are written: 500M, 10B and 1.5T by people, 2.1 epochs in a mixture file, and integers of variable
+length in protocol buffers and Thrift."""
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
+from fractions import Fraction
+from functools import lru_cache
 
 from tokenloom_server.core.state import MAX_COUNTER
 from tokenloom_server.errors import ConfigError
@@ -41,3 +45,22 @@ def short(amount: float) -> str:
         return f"{amount:,.0f}"
     digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
     return f"{scaled:,.{digits}f}{unit}"
+
+
+def whole_and_part(epochs: float) -> tuple[float, Fraction]:
+    """Whole epochs (infinity: without end), and the part of the one after them, exactly as the number is written:
+    2.1 - 2 is 0.10000000000000009 in doubles, and would round up."""
+    if math.isinf(epochs):
+        return math.inf, Fraction(0)
+    return divmod(Fraction(repr(epochs)), 1)
+
+
+@lru_cache(4096)  # a message has two for each micro-step, mostly the same ones
+def varint(value: int) -> bytes:
+    """An integer that is not negative: seven bits a byte, the lowest first."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
