@@ -13,9 +13,8 @@ from typing import Any, cast
 
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.api.auth import Access
-from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.mixture_origin import MixtureOrigin
-from tokenloom_server.api.service import RunProblem, Runs
+from tokenloom_server.api.service import Reason, RunProblem, Runs
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.measures import LabelledCounter, Measures, StorageMeasures
 from tokenloom_server.core.state import RowCounts, digest_hex

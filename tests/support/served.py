@@ -16,8 +16,8 @@ from rich.console import Console
 from tokenloom.snapshot import Base, History, Point
 from tokenloom_proto.seal import canonical
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
-from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.grpc.messages import counts_of
+from tokenloom_server.api.grpc.server import GrpcServer
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.config.mixture_change import MixtureChange

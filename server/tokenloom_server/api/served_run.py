@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from typing import Any, TypeVar
 
-from tokenloom_server.api.companions import Companions
 from tokenloom_server.api.mixture_origin import MixtureOrigin
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.config.run import RunConfig
@@ -27,6 +28,25 @@ from tokenloom_server.run.resume_points import ResumePoints
 from tokenloom_server.run.revise import Mixture, RevisionHandler, revision_info
 from tokenloom_server.run.snapshots import Snapshots
 from tokenloom_server.run.stats import StatsReader
+
+_T = TypeVar("_T")
+
+
+class Companions:
+    """The companions of one owner. Thread-safe."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._made: dict[Callable[..., Any], Any] = {}
+
+    def __call__(self, kind: Callable[[Any], _T]) -> _T:
+        """The one of a class, made with the owner as its argument when it is first asked for."""
+        with self._lock:
+            if kind not in self._made:
+                self._made[kind] = kind(self._owner)
+            made: _T = self._made[kind]
+            return made
 
 
 class ServedRun:

@@ -7,7 +7,7 @@ Who writes, and what a write has to name:
 
 | command | written by | names |
 |---|---|---|
-| Create | ``Ledger.create_run``: ``api.bring_up``, ``run.leadership``, ``run.evaluation_streams`` | a new run |
+| Create | ``Ledger.create_run``: ``api.service``, ``run.leadership``, ``run.evaluation_streams`` | a new run |
 | Import | ``ledger`` of the tools | a whole run, from elsewhere |
 | Move | ``ledger`` of the tools | server epoch; where the run is from now on |
 | Acquire | ``run.leadership``; ``ledger`` of the tools | its holder; gives the next server epoch |

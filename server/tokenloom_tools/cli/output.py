@@ -112,7 +112,6 @@ RUN_LOGS = (
     "run.",
     "replay.",
     "api.service",
-    "api.bring_up",
     "api.grpc.servicer",
     "order.builder",
 )

@@ -8,9 +8,9 @@ from fastapi import Body
 from pydantic import ConfigDict, Field
 
 from tokenloom_server.api.auth import Scope
-from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.rest.models import Model, RunName
 from tokenloom_server.api.rest.routes import AppBackend, Routes
+from tokenloom_server.api.service import Reason
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.reports.stats import (
     BrokenRun,
