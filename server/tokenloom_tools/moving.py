@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tokenloom_proto.files import read_file
 from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.storage import pointers
+from tokenloom_server.storage.file import pointer_fault_at
 
 
 def mosaic_flags(
@@ -140,7 +140,7 @@ def write_seen(
     """Writes the flags of the rows that were read, and gives the source for a mixture file. ``arguments``: of the job's
     dataset. Raises ``ConfigError``, also where the library refuses the state or is not here."""
     flags_of, package = LIBRARIES[library]
-    if fault := pointers.fault_at(state):
+    if fault := pointer_fault_at(state):
         raise ConfigError(f"{str(state)!r} {fault}")
     try:
         fields = json.loads(read_file(state))

@@ -24,7 +24,7 @@ from tokenloom_server.errors import BeyondHorizon, ConfigError, OrderMismatch
 from tokenloom_server.packing.base import Batch, Feature
 from tokenloom_server.packing.buckets import described, size_of
 from tokenloom_server.packing.samples import SampleFormat
-from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
+from tokenloom_server.tokenizer.engine import Decode, bytes_decoder, load_decoder
 
 from tokenloom_tools.servers import Servers
 

@@ -43,7 +43,7 @@ from tokenloom_server.packing.buckets import described
 from tokenloom_server.packing.samples import Mask
 from tokenloom_server.run.past import covering, lineage
 from tokenloom_server.run.sizing import batch_plans_of
-from tokenloom_server.tokenizer.text import Decode, bytes_decoder, load_decoder
+from tokenloom_server.tokenizer.engine import Decode, bytes_decoder, load_decoder
 
 from tokenloom_tools.reports.documents import (
     Status,

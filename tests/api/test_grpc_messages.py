@@ -16,7 +16,7 @@ from tokenloom_server.core.numbers import varint
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.order import builder
 from tokenloom_server.order.steps import BatchPlan
-from tokenloom_server.run.delivery import Delivery
+from tokenloom_server.run.generation import Delivery
 
 
 @pytest.mark.parametrize("labels", ["same", "shifted"])

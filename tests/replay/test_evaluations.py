@@ -49,7 +49,7 @@ from tokenloom_server.errors import (
     SourceChanged,
 )
 from tokenloom_server.replay.evaluation import Evaluation, EvaluationCall, Slice
-from tokenloom_server.run.delivery import EndOfData, Waiting
+from tokenloom_server.run.generation import EndOfData, Waiting
 from tokenloom_tools.cli.app import app
 from tokenloom_tools.trace import Traces
 from typer.testing import CliRunner

@@ -38,7 +38,7 @@ from tokenloom_server.ledger.commands import ThinJournal
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.peek import Peek
-from tokenloom_server.run.delivery import Delivery, Waiting
+from tokenloom_server.run.generation import Delivery, Waiting
 from tokenloom_server.run.past import MAX_PEEKS
 from tokenloom_tools.reports.documents import TracedPart, TracedSample
 from tokenloom_tools.trace import Traces, explain

@@ -79,14 +79,12 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.config": frozenset({"config", "core", "errors", "storage"}),
     f"{SERVER}.ledger": frozenset({"ledger", "core", "errors"}),
     f"{SERVER}.run.slots": frozenset({"core"}),
-    f"{SERVER}.run.delivery": frozenset({"core", "order.steps"}),
     f"{SERVER}.run.generation": frozenset(
         {
             "core",
             "errors",
             "order.batch_plans",
             "order.steps",
-            "run.delivery",
             "run.sizing",
             "run.slots",
         }
@@ -107,7 +105,7 @@ PUBLIC = tuple(
         *("packing.base", "packing.buckets", "packing.documents", "packing.samples"),
         *("packing.tokenized_rows", "packing.window", "run.evaluation_streams", "run.past"),
         *("run.revise", "run.sizing", "run.timeouts", "run.views"),
-        *("tokenizer.engine", "tokenizer.files", "tokenizer.text"),
+        *("tokenizer.engine", "tokenizer.files"),
     )
 )
 
@@ -198,7 +196,6 @@ PURE = tuple(
         *("run.generation", "run.slots"),
         *(
             "run.active_generation",
-            "run.delivery",
             "run.head",
             "run.lease",
             "run.join_call",
@@ -206,9 +203,7 @@ PURE = tuple(
         ),
         *("run.views",),
         *(
-            "tokenizer.boundary",
             "tokenizer.chat_renderer",
-            "tokenizer.check",
             "tokenizer.choose",
             "tokenizer.definition",
             "tokenizer.documents",
@@ -217,8 +212,6 @@ PURE = tuple(
             "tokenizer.engine",
             "tokenizer.engine_ids",
             "tokenizer.files",
-            "tokenizer.masked",
-            "tokenizer.text",
         ),
     )
 )
@@ -268,8 +261,6 @@ COORDINATOR = tuple(
             "producer",
             "sessions",
             "silent_ranks",
-            "takeover",
-            "timeline_changes",
         ),
     )
 )

@@ -27,7 +27,7 @@ from tokenloom_server.ledger.records import CommittedState, StoredRevision, Stor
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.reports.stats import RunStats
-from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join import Joined
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.sessions import Session

@@ -18,7 +18,7 @@ from tokenloom_server.reports.stats import RevisionInfo
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.evaluation_streams import EvaluationStreams
 from tokenloom_server.run.fork import ForkHandler
-from tokenloom_server.run.history_reader import HistoryReader
+from tokenloom_server.run.history import HistoryReader
 from tokenloom_server.run.join import JoinHandler
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.past import Past

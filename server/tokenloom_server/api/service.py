@@ -45,9 +45,8 @@ from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import as_file, parsed
 from tokenloom_server.order.notes import label_notes
-from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.revision import differences_of_files
-from tokenloom_server.order.segments import measured_ahead
+from tokenloom_server.order.segments import Origin, measured_ahead
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import NextLaunch
 from tokenloom_server.run.context import RunContext

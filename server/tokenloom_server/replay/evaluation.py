@@ -36,8 +36,8 @@ from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.steps import PADDING, StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.delivery import EndOfData, Waiting
 from tokenloom_server.run.evaluation_streams import EvaluationStreams
+from tokenloom_server.run.generation import EndOfData, Waiting
 
 _log = logging.getLogger(__name__)
 
