@@ -171,8 +171,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
                     f"{CLIENT}.connection.topology",
                     f"{CLIENT}.job_server",
                 ),  # the process group, where one is
-                *(f"{CLIENT}.datasets.{name}" for name in ("local", "peer_line")),
-                *(f"{CLIENT}.datasets.{name}" for name in ("remote", "tensors", "training")),
+                *(f"{CLIENT}.datasets.{name}" for name in ("peer_line", "tensors", "training")),
                 *(f"{CLIENT}.clock.lr_scheduler", f"{CLIENT}.losses", INTEGRATIONS),
                 USES_CLIENT_AND_TORCH,
                 # A trainer's checkpoint may be a file that only torch reads; where there is none, this says so.

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenloom_server.core.hashing import Purpose
-from tokenloom_server.packing.permutation import Permutation
+from tokenloom_server.core.hashing import Permutation, Purpose
 
 KEYS = st.integers(0, 2**64 - 1)
 
