@@ -27,7 +27,7 @@ from tokenloom_server.config import mixture_file as config
 from tokenloom_server.order import builder
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.run.delivery import Delivery
+from tokenloom_server.run.generation import Delivery
 from tokenloom_server.run.sizing import group_micro_steps, message_steps
 
 RANKS, BATCH, LENGTH, GROUPS = 8, 8, 512, 12

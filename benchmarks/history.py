@@ -18,8 +18,8 @@ from tokenloom_server.ledger.base import HistoryEntry, Ledger
 from tokenloom_server.ledger.commands import Acquire
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.reports.stats import ReportStats, RunStats, SourceStats
-from tokenloom_server.run.history import is_kept, point_text
-from tokenloom_server.run.recorder import EVERY_S, THIN_EVERY
+from tokenloom_server.run.history import EVERY_S, is_kept, point_text
+from tokenloom_server.run.recorder import THIN_EVERY
 
 POINTS_A_DAY = round(86_400 / EVERY_S)
 

@@ -12,14 +12,14 @@ import tokenloom
 import yaml
 from support.catalog import CATALOG, SOURCES
 from tokenloom.connection import calls
-from tokenloom_server.api import open_files
+from tokenloom_server.api import server as api_server
 from tokenloom_server.api.grpc import endpoint
 from tokenloom_server.api.grpc.endpoint import OPEN_CALLS, PEEK_CALLS, READ_CALLS
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, SMALL_REQUEST_BYTES
 from tokenloom_server.api.grpc.server import MAX_CALLS
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
-from tokenloom_server.api.rest.listener import MAX_CONNECTIONS
 from tokenloom_server.api.rest.routes import MAX_PLANS
+from tokenloom_server.api.rest.server import MAX_CONNECTIONS
 from tokenloom_server.api.service import MAX_RUNS
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.order import size_estimates
@@ -33,12 +33,12 @@ from tokenloom_server.run.restore import MAX_SKIPPED_TOKENS
 from tokenloom_server.run.revise import MAX_REVISIONS
 from tokenloom_server.run.snapshots import MAX_SAVED_SNAPSHOTS
 from tokenloom_tools import export
+from tokenloom_tools import trace as tracing
 from tokenloom_tools.cli.app import app as command_line
-from tokenloom_tools.past import trace as tracing
-from tokenloom_tools.peek import range as sample_range
-from tokenloom_tools.plan import picture
+from tokenloom_tools.peek import SEARCH_S
 from tokenloom_tools.prepare import shards
-from tokenloom_tools.reports import trace as traced
+from tokenloom_tools.reports.documents import Status
+from tokenloom_tools.reports.picture import SHOWN_SOURCES
 from typer.main import get_command
 
 from docsite.reference.tables import pages, written
@@ -209,7 +209,7 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
         size_estimates.READ_BYTES,
         size_estimates.ENCODED_BYTES,
     )
-    plan_counts = (size_estimates.MOST_PLACES, picture.SHOWN_SOURCES, segments.MAX_SEGMENTS)
+    plan_counts = (size_estimates.MOST_PLACES, SHOWN_SOURCES, segments.MAX_SEGMENTS)
     ahead = f"{past.AHEAD_SAMPLES:,} samples"
     return {
         "a server": (
@@ -222,11 +222,11 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
         "descriptors": (
             section("limits", "Descriptors"),
             [
-                f"{open_files.MAX_OPEN_FILES:,} at",
-                f"| {open_files.OWN} |",
-                f"fewer than {open_files.MIN_OPEN_FILES}, or than {open_files.FIXED} and "
-                f"{2 * open_files.FILES_PER_SOURCE} for each source",
-                f"enough for {open_files.grpc_connections(1024)} ranks",
+                f"{api_server.MAX_OPEN_FILES:,} at",
+                f"| {api_server.OWN} |",
+                f"fewer than {api_server.MIN_OPEN_FILES}, or than {api_server.FIXED} and "
+                f"{2 * api_server.FILES_PER_SOURCE} for each source",
+                f"enough for {api_server.grpc_connections(1024)} ranks",
             ],
         ),
         "plans": (page("plans"), [*map(in_bytes, plan_sizes), *map(str, plan_counts)]),
@@ -257,7 +257,7 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
                 *(
                     f"the {past.MAX_PEEKS} peeks",
                     ahead,
-                    *(f"`{status}`" for status in get_args(traced.Status)),
+                    *(f"`{status}`" for status in get_args(Status)),
                 ),
             ],
         ),
@@ -267,7 +267,7 @@ def bounds() -> dict[str, tuple[str, list[str]]]:
         ),
         "exports": (
             section("export", "Details"),
-            [f" {export.BATCH_IDS:,} ", f"| {sample_range.SEARCH_S:g} s "],
+            [f" {export.BATCH_IDS:,} ", f"| {SEARCH_S:g} s "],
         ),
         "skips": (section("checkpoints", "Skip a bad range"), [f"{MAX_SKIPPED_TOKENS:,} tokens"]),
     }

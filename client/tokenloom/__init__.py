@@ -23,9 +23,12 @@ from tokenloom.errors import *  # noqa: F403
 if TYPE_CHECKING:
     __version__: str
     from tokenloom.clock.lr_scheduler import TokenLRScheduler
-    from tokenloom.datasets.local import LocalDataset
-    from tokenloom.datasets.remote import RemoteDataset
-    from tokenloom.datasets.training import EvaluationDataset, PeekDataset
+    from tokenloom.datasets.training import (
+        EvaluationDataset,
+        LocalDataset,
+        PeekDataset,
+        RemoteDataset,
+    )
     from tokenloom.losses import MeanLosses, SourceLoss, mean_loss, token_losses
 
 __all__ = [
@@ -52,10 +55,10 @@ __all__ = [
 #: The names that need torch, and the modules that have them.
 _NEED_TORCH = {
     "EvaluationDataset": "tokenloom.datasets.training",
-    "LocalDataset": "tokenloom.datasets.local",
+    "LocalDataset": "tokenloom.datasets.training",
     "MeanLosses": "tokenloom.losses",
     "PeekDataset": "tokenloom.datasets.training",
-    "RemoteDataset": "tokenloom.datasets.remote",
+    "RemoteDataset": "tokenloom.datasets.training",
     "SourceLoss": "tokenloom.losses",
     "TokenLRScheduler": "tokenloom.clock.lr_scheduler",
     "mean_loss": "tokenloom.losses",

@@ -592,7 +592,7 @@ class InProcessServer(RunServer):
     def __init__(self, mixture: Path) -> None:
         """Reads the mixture file. Raises ``ConfigError``."""
         require_server(mixture)
-        from tokenloom_server.api.local import LocalServer
+        from tokenloom_server.api.grpc.local import LocalServer
 
         self._server = LocalServer(mixture)
         super().__init__(

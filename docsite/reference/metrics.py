@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenloom_server.api import metric_tables
+from tokenloom_server.api.metrics import TABLES
 
 from docsite.reference.markdown import entries
 
@@ -18,7 +18,7 @@ def metrics() -> str:
             ", ".join(f"`{label}`" for label in (*_own(labels), *metric.labels)),
             metric.help,
         )
-        for labels, level in metric_tables.TABLES
+        for labels, level in TABLES
         for metric in level
     )
     return entries(rows)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from tokenloom_tools.cli.schema import schema_text
+from tokenloom_tools.cli.init import schema_text
 
 from docsite.reference.markdown import entries, link, prose
 

@@ -24,8 +24,7 @@ from tokenloom_server.sources import arrays
 from tokenloom_server.sources.megatron import HEADER, MAGIC, TYPES, VERSION
 from tokenloom_server.storage.file import checksum, draft_of, publish
 
-from tokenloom_tools.peek.range import SampleRange
-from tokenloom_tools.peek.samples import PeekedSample, format_of
+from tokenloom_tools.peek import PeekedSample, SampleRange, format_of
 
 ExportFormat = Literal["megatron", "parquet"]
 #: Version of the JSON file beside the others.

@@ -22,11 +22,16 @@ from tokenloom_proto.credentials import (
 )
 from tokenloom_server.errors import ConfigError, NotFound, TokenloomError
 from tokenloom_server.planning.plan import RunPlan
-from tokenloom_server.reports.runs import ChangedRun, RunList
-from tokenloom_server.reports.stats import MixtureInfo, NextLaunch, RevisionInfo, RunStats
+from tokenloom_server.reports.stats import (
+    ChangedRun,
+    MixtureInfo,
+    NextLaunch,
+    RevisionInfo,
+    RunList,
+    RunStats,
+)
 
-from tokenloom_tools.reports.receipt import Receipt, RunReport
-from tokenloom_tools.reports.trace import TracedMicroStep, TracedSample
+from tokenloom_tools.reports.documents import Receipt, RunReport, TracedMicroStep, TracedSample
 
 #: A new mixture's files are listed, and looked into, before the answer, seconds.
 _REVISE_TIMEOUT_S = 300.0

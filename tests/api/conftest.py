@@ -13,7 +13,7 @@ from support.memory_service import MemoryService, run_stats
 from support.page import HEIGHT, PATIENCE_MS, RUN, WIDTH, watched
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_tools.routes.catalog import tool_routes
+from tokenloom_tools.cli.serve import tool_routes
 
 
 @pytest.fixture(scope="session")

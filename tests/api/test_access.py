@@ -40,7 +40,7 @@ from tokenloom_server.api.tls import Tls
 from tokenloom_server.api.tokens import create, revoke, watched_tokens
 from tokenloom_server.api.watched_files import WatchedFiles, Watcher
 from tokenloom_server.errors import ConfigError, Unauthenticated
-from tokenloom_tools.routes.catalog import tool_routes
+from tokenloom_tools.cli.serve import tool_routes
 
 MINE, OTHER = "wiki-small", "code"
 

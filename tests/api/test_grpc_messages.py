@@ -12,11 +12,11 @@ from tokenloom.connection.stream import read
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_server.api.grpc.messages import encode_delivery, hand_over
 from tokenloom_server.config import mixture_file as config
+from tokenloom_server.core.numbers import varint
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.core.varint import varint
 from tokenloom_server.order import builder
 from tokenloom_server.order.steps import BatchPlan
-from tokenloom_server.run.delivery import Delivery
+from tokenloom_server.run.generation import Delivery
 
 
 @pytest.mark.parametrize("labels", ["same", "shifted"])

@@ -24,8 +24,8 @@ from support.memory_service import (
     source_stats,
 )
 from tokenloom_proto import threads
-from tokenloom_server.api import metric_tables, metrics
-from tokenloom_server.core.wait_reason import WaitReason
+from tokenloom_server.api import metrics
+from tokenloom_server.core.measures import WaitReason
 from tokenloom_server.errors import LedgerUnavailable
 from tokenloom_server.reports.stats import Straggler
 from tokenloom_server.storage.cache import FOLDER, block_cache
@@ -90,26 +90,20 @@ def test_every_metric_equals_the_stats(service: MemoryService) -> None:
     for run in service.runs.values():
         of_run = {"run": run.run, "stream": run.stream}
         rows: list[tuple[Any, dict[str, Any], Any]] = [
-            (metric, {}, run) for metric in metric_tables.RUN_METRICS
+            (metric, {}, run) for metric in metrics.RUN_METRICS
         ]
         rows += [
-            (m, {}, service.measures[run.run])
-            for m in metric_tables.MEASURE_METRICS
-            if m.is_counter
+            (m, {}, service.measures[run.run]) for m in metrics.MEASURE_METRICS if m.is_counter
         ]
         rows += [
             (m, {"source": source.alias}, source)
-            for m in metric_tables.SOURCE_METRICS
+            for m in metrics.SOURCE_METRICS
             for source in run.sources
         ]
-        rows += [
-            (m, {"rank": rank.rank}, rank) for m in metric_tables.RANK_METRICS for rank in run.ranks
-        ]
+        rows += [(m, {"rank": rank.rank}, rank) for m in metrics.RANK_METRICS for rank in run.ranks]
         for metric, own, row in rows:
-            own |= {
-                label: metric_tables.value_of(row, field) for label, field in metric.labels.items()
-            }
-            rewinds = metric.is_counter and metric not in metric_tables.MEASURE_METRICS
+            own |= {label: metrics.value_of(row, field) for label, field in metric.labels.items()}
+            rewinds = metric.is_counter and metric not in metrics.MEASURE_METRICS
             generation = {"generation": run.generation} if rewinds else {}
             value = found.get(metric.name, {}).get(labels(**of_run, **own, **generation))
             assert value == metric.value(row), metric.name
@@ -188,7 +182,7 @@ def test_no_metric_is_exposed_that_the_tables_do_not_list(service: MemoryService
     straggler = Straggler(ranks=[1], waited_share=0.66, seconds=600)
     service.put(service.runs["wiki"].model_copy(update={"straggler": straggler}))
     threads.faults().setdefault("producer", 0)  # as where one has begun
-    listed = {metric.name for _, table in metric_tables.TABLES for metric in table}
+    listed = {metric.name for _, table in metrics.TABLES for metric in table}
     parts = {
         f"{name}_{part}" for name in listed if name.endswith("_duration_seconds") for part in PARTS
     }

@@ -10,7 +10,7 @@ from support.memory_service import MemoryService, run_stats
 from support.page import RUN, open_tab, opened
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.rest.server import RestServer
-from tokenloom_tools.routes.catalog import tool_routes
+from tokenloom_tools.cli.serve import tool_routes
 
 CONTROL, READ = "control-token-0123456789", "read-token-0123456789abc"
 

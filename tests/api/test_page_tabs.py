@@ -18,8 +18,8 @@ from support.served import Place, Trainer
 from tokenloom_server.api.auth import Access
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.served_run import ServedRun
-from tokenloom_tools.past.trace import Traces
-from tokenloom_tools.routes.catalog import tool_routes
+from tokenloom_tools.cli.serve import tool_routes
+from tokenloom_tools.trace import Traces
 
 pytestmark = pytest.mark.browser
 

@@ -28,7 +28,7 @@ from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.problems import HTTP_ERRORS, SECURITY_HEADERS
 from tokenloom_server.api.rest.routes import MAX_PLANS
 from tokenloom_server.api.rest.server import RestServer
-from tokenloom_tools.routes.catalog import tool_routes
+from tokenloom_tools.cli.serve import tool_routes
 
 JSON = {"content-type": "application/json"}
 

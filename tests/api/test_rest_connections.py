@@ -37,7 +37,7 @@ def test_connections_of_another_uvicorn_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("tokenloom_server.api.rest.uvicorn_server._PARTS", ("has_moved",))
 
     with pytest.raises(ConfigError, match=r"no has_moved, .* install uvicorn<0\.55"):
-        uvicorn_server.Http(lambda *_: None)
+        uvicorn_server.Http(lambda *_: None, 1, None)
 
 
 SLOW_PARTS = [b"G", b"ET /healthz HTTP/1.1\r\n", b"host: localhost\r\n"]

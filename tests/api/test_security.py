@@ -58,9 +58,8 @@ from tokenloom_server.order import snapshot
 from tokenloom_server.run import join_call
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_tools.cli.app import app
-from tokenloom_tools.cli.serve import ServerAccess
+from tokenloom_tools.cli.serve import ServerAccess, tool_routes
 from tokenloom_tools.cli.token import make_token
-from tokenloom_tools.routes.catalog import tool_routes
 from typer.testing import CliRunner
 
 RUN = "wiki-and-code"

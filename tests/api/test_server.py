@@ -25,7 +25,8 @@ from support.trainer import World
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.dataloader_pb2_grpc import DataLoaderStub
 from tokenloom_server.api import grpc as grpc_service
-from tokenloom_server.api.grpc import GrpcServer, endpoint
+from tokenloom_server.api.grpc import endpoint
+from tokenloom_server.api.grpc.server import GrpcServer
 from tokenloom_server.errors import ConfigError
 
 #: No run of ids with a ledger in SQLite needs any of these.

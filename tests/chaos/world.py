@@ -18,7 +18,7 @@ from typing import Any
 
 from support.redis_server import RedisServer
 from tokenloom_server.ledger.open import open_ledger
-from tokenloom_tools.ledger.check import run_faults, store_faults
+from tokenloom_tools.ledger import run_faults, store_faults
 
 from chaos.checker import read_states
 from chaos.corpus import WINDOW_STEPS, write_mixture

@@ -10,8 +10,8 @@ import sys
 import pytest
 from rich.tree import Tree
 from support.hostile import TEXTS, is_shown_as_it_is
-from tokenloom_tools.cli.common import LineFormatter, console, print_json, say
-from tokenloom_tools.reports.tables import table
+from tokenloom_tools.cli.output import LineFormatter, console, print_json, say
+from tokenloom_tools.reports.terminal import table
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -14,7 +14,7 @@ import tokenloom_server
 import yaml
 from support.server_process import run_module
 from tokenloom_tools.cli.app import app
-from tokenloom_tools.cli.common import RUN_LOGS, JsonFormatter
+from tokenloom_tools.cli.output import RUN_LOGS, JsonFormatter
 from typer.testing import CliRunner
 
 SERVER = Path(tokenloom_server.__file__).parent

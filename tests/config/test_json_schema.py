@@ -16,7 +16,7 @@ from support.catalog import CATALOG
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.mixture_file import mixture_schema
 from tokenloom_server.errors import ConfigError
-from tokenloom_tools.cli.schema import schema_text
+from tokenloom_tools.cli.init import schema_text
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = mixture_schema(CATALOG)

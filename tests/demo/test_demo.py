@@ -27,15 +27,14 @@ from support.memory_service import run_stats, source_stats
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.order_fields import order_digest
 from tokenloom_server.core import state
-from tokenloom_tools.demo import corpus, live, plan, processes, proof, receipts, service
-from tokenloom_tools.demo.live import LiveDemo
-from tokenloom_tools.demo.main import run_demo
-from tokenloom_tools.demo.model import GPT
+from tokenloom_tools.demo import corpus, main, plan, processes, proof, receipts
+from tokenloom_tools.demo.main import LiveDemo, run_demo
 from tokenloom_tools.demo.plan import REFERENCE_RUN, RUN, Launch, Plan
 from tokenloom_tools.demo.processes import Child, DemoFailed, Processes, wait_until
 from tokenloom_tools.demo.proof import Disproved, Evidence, wire_type
 from tokenloom_tools.demo.receipts import Receipts, ReceiptWriter, Samples, Step
 from tokenloom_tools.demo.report import Report
+from tokenloom_tools.demo.trainer import GPT
 
 # --- The corpora ---------------------------------------------------------------------------------------------------
 
@@ -498,7 +497,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_server_that_cannot_start_shows_why(tmp_path: Path) -> None:
     with Processes() as children, pytest.raises(DemoFailed, match=r"no\.yaml"):
-        service.start(
+        processes.start_server(
             children,
             "server",
             tmp_path / "no.yaml",
@@ -574,9 +573,9 @@ def test_the_live_demonstration_stays_at_its_address_while_it_is_revised_killed_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     little_text(monkeypatch, "unittest")
-    monkeypatch.setattr(live, "PAUSE_S", 0.0)
-    monkeypatch.setattr(live, "FIRST", Launch(name="first", ranks=2, batch_size=1))
-    monkeypatch.setattr(live, "SECOND", Launch(name="second", ranks=1, batch_size=2))
+    monkeypatch.setattr(main, "PAUSE_S", 0.0)
+    monkeypatch.setattr(main, "FIRST", Launch(name="first", ranks=2, batch_size=1))
+    monkeypatch.setattr(main, "SECOND", Launch(name="second", ranks=1, batch_size=2))
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
     console = quiet()

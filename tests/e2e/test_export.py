@@ -18,10 +18,10 @@ from support.trainer import Sample, World, rolling_digest
 from tokenloom_proto.address import Address
 from tokenloom_server.errors import BeyondHorizon, ConfigError, OrderMismatch
 from tokenloom_server.sources.open import open_source
+from tokenloom_tools import peek
 from tokenloom_tools.export import export
-from tokenloom_tools.peek import range as sample_range
-from tokenloom_tools.peek.range import SampleRange
-from tokenloom_tools.peek.servers import Servers
+from tokenloom_tools.peek import SampleRange
+from tokenloom_tools.servers import Servers
 
 RUN = "leaving"
 #: From one sample within the run to another.
@@ -172,7 +172,7 @@ def test_a_server_that_goes_away_is_waited_for(
     start_server: StartServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sample_range, "_MOST_SAMPLES", 4)
+    monkeypatch.setattr(peek, "_MOST_SAMPLES", 4)
     server = start_server(corpus.mixture(RUN))
     samples = sample_range_of(server, 0, 11).samples()
     first = list(islice(samples, 5))
@@ -185,7 +185,7 @@ def test_a_server_that_goes_away_is_waited_for(
 def test_a_server_of_another_order_ends_it(
     corpus: Corpus, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_range, "_MOST_SAMPLES", 4)
+    monkeypatch.setattr(peek, "_MOST_SAMPLES", 4)
     server = start_server(corpus.mixture(RUN))
     samples = sample_range_of(server, 0, 11).samples()
     assert len(list(islice(samples, 4))) == 4

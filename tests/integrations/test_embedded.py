@@ -41,7 +41,7 @@ from tokenloom import (
 )
 from tokenloom.datasets.order import OrderDataset
 from tokenloom.job_server import machine, reachable_host, require_server
-from tokenloom_server.api.grpc import join
+from tokenloom_server.api.grpc import servicer
 from torch.utils.data import DataLoader
 
 
@@ -396,7 +396,7 @@ def test_a_script_that_closes_nothing_ends_without_a_word(mixture: Path) -> None
 def test_what_a_handler_of_signals_raises_is_no_failure_of_the_server(
     mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joined = join.training
+    joined = servicer.join_training
 
     def interrupted(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -405,7 +405,7 @@ def test_what_a_handler_of_signals_raises_is_no_failure_of_the_server(
     def handler(*_: object) -> None:
         raise TimeoutError("the user's own")
 
-    monkeypatch.setattr(join, "training", interrupted)
+    monkeypatch.setattr(servicer, "join_training", interrupted)
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with LocalDataset(mixture, 4) as dataset:

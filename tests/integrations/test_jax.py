@@ -12,7 +12,7 @@ from support.killed import EXAMPLES, kill_and_resume, two_runs
 #: Arrays that JAX took as they are, while their memory would be used again if nothing held it.
 TAKEN = """
 import jax, numpy as np
-from tokenloom.batch.memory import ArrayPool
+from tokenloom.batch.packed import ArrayPool
 
 jax.config.update("jax_enable_x64", True)
 pool = ArrayPool((4, 4096), 8)

@@ -36,7 +36,7 @@ from tokenloom_server.ledger.records import RunContents, StoredRun, StoredSnapsh
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.rules import Head
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_tools.ledger.check import run_faults
+from tokenloom_tools.ledger import run_faults
 
 NAME, STREAM, UID = "run", "train", "uid"
 

@@ -40,7 +40,7 @@ from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_tools.ledger.copy import copy_run
+from tokenloom_tools.ledger import copy_run
 
 SNAPSHOT = StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}")
 

@@ -28,8 +28,7 @@ from tokenloom_server.ledger import sqlite_file
 from tokenloom_server.ledger.commands import Acquire, Commit, Open, Pin
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_tools.ledger.backup import back_up, saved_runs
-from tokenloom_tools.ledger.check import run_faults, store_faults
+from tokenloom_tools.ledger import back_up, run_faults, saved_runs, store_faults
 
 
 def test_a_relative_url_is_relative_to_the_base_folder_and_an_absolute_one_is_not(
@@ -196,8 +195,8 @@ from support.ledger_data import commit_at, opening_of
 from tokenloom_server.errors import NotLeader
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_tools.ledger.backup import back_up, saved_runs
-from tokenloom_tools.ledger.check import run_faults, store_faults
+from tokenloom_tools.ledger import back_up, saved_runs
+from tokenloom_tools.ledger import run_faults, store_faults
 
 ledger = SqliteLedger(Path(sys.argv[1]))
 run = ledger.create_run("run", "train", "uid", "{}")

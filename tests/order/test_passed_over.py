@@ -16,7 +16,7 @@ from tokenloom_server.errors import BeyondHorizon, ConfigError, SnapshotInvalid
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.planning.planner import Planner
+from tokenloom_server.planning.forecast import Planner
 
 Sample = tuple[int, bytes, list[int]]
 

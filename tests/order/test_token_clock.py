@@ -16,7 +16,7 @@ from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order import foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.planning.planner import Planner
+from tokenloom_server.planning.forecast import Planner
 
 LENGTH = 8
 CLOCK = 100_003

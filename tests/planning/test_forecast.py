@@ -20,7 +20,7 @@ from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.planning.forecast import Part, forecast
 from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
-from tokenloom_tools.plan.picture import draw
+from tokenloom_tools.reports.picture import draw
 
 LENGTH = 8
 #: That a source has nothing left is found by the pick after its last, when its turn comes.

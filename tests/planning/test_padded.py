@@ -12,9 +12,8 @@ from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.planning.forecast import Part, forecast
+from tokenloom_server.planning.forecast import Part, Planner, forecast
 from tokenloom_server.planning.plan import RunPlan
-from tokenloom_server.planning.planner import Planner
 
 LENGTH = 64
 SHORT, LONG, RISING, FALLING, MIXED = (

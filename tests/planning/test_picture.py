@@ -10,7 +10,7 @@ import pytest
 from support.memory_service import run_plan
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.planning.plan import PlannedSegment, RunPlan
-from tokenloom_tools.plan.picture import SHOWN_SOURCES, draw
+from tokenloom_tools.reports.picture import SHOWN_SOURCES, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 

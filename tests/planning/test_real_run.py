@@ -22,9 +22,8 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.planning.forecast import EXACT_PICKS, Part, forecast
+from tokenloom_server.planning.forecast import EXACT_PICKS, Part, Planner, forecast
 from tokenloom_server.planning.plan import RunPlan
-from tokenloom_server.planning.planner import Planner
 
 LENGTH = 8
 SOURCES = 7

@@ -49,9 +49,9 @@ from tokenloom_server.errors import (
     SourceChanged,
 )
 from tokenloom_server.replay.evaluation import Evaluation, EvaluationCall, Slice
-from tokenloom_server.run.delivery import EndOfData, Waiting
+from tokenloom_server.run.generation import EndOfData, Waiting
 from tokenloom_tools.cli.app import app
-from tokenloom_tools.past.trace import Traces
+from tokenloom_tools.trace import Traces
 from typer.testing import CliRunner
 
 SHARE = 0.4
@@ -539,7 +539,7 @@ def test_streams_are_told_of(folder: Path) -> None:
 
 def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several turns, so that a trace begins at more than one state.
-    monkeypatch.setattr("tokenloom_server.replay.stream_samples.TURN_TOKENS", 8 * 16)
+    monkeypatch.setattr("tokenloom_server.replay.evaluation.TURN_TOKENS", 8 * 16)
     with serving(folder, held_out()) as (url, runs):
         with pytest.raises(BeyondHorizon, match="was not evaluated on since this server started"):
             runs.get("test").companion(Traces).evaluated("validation", 0, False)

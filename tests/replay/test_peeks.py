@@ -27,7 +27,7 @@ from tokenloom_server.errors import (
     SourceError,
 )
 from tokenloom_server.replay.peek import Peek, PeekCall
-from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData, Waiting
 from tokenloom_server.run.past import MAX_PEEKS
 
 

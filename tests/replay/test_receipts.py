@@ -15,9 +15,14 @@ from tokenloom_server.ledger.records import Opening
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.reports.stats import RevisionInfo, SourceStats
 from tokenloom_server.run.past import with_samples
-from tokenloom_tools.past.receipts import Receipts, unique_tokens
+from tokenloom_tools.receipts import Receipts, unique_tokens
+from tokenloom_tools.reports.documents import (
+    BatchSizeFrom,
+    ExclusionReport,
+    GenerationReport,
+    Range,
+)
 from tokenloom_tools.reports.model_card import markdown
-from tokenloom_tools.reports.receipt import BatchSizeFrom, ExclusionReport, GenerationReport, Range
 
 LENGTH = 8
 #: Tokens of one epoch: each row that has any is ended by one more.

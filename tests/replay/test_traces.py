@@ -38,11 +38,10 @@ from tokenloom_server.ledger.commands import ThinJournal
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.replay.peek import Peek
-from tokenloom_server.run.delivery import Delivery, Waiting
+from tokenloom_server.run.generation import Delivery, Waiting
 from tokenloom_server.run.past import MAX_PEEKS
-from tokenloom_tools.past.documents import explain
-from tokenloom_tools.past.trace import Traces
-from tokenloom_tools.reports.trace import TracedPart, TracedSample
+from tokenloom_tools.reports.documents import TracedPart, TracedSample
+from tokenloom_tools.trace import Traces, explain
 
 END = 256
 #: Where the rows of ``ROWS`` lie, by spec and shard.
@@ -323,18 +322,18 @@ def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
     with serving(folder, tmp_path, flat([PROSE], sequence_length=32)) as served:
         Trainer(served, 1, 4).train_to(10**6)
         assert len(served.companion(Traces).micro_step(1, None, None, False).ranks[0].samples) == 4
-        monkeypatch.setattr("tokenloom_tools.past.trace.MAX_DOCUMENTS", 3)
+        monkeypatch.setattr("tokenloom_tools.trace.MAX_DOCUMENTS", 3)
         with pytest.raises(
             LimitExceeded, match=r"4 samples have more than 3 documents, .* ask for one rank"
         ):
             served.companion(Traces).micro_step(1, None, None, False)
-        monkeypatch.setattr("tokenloom_tools.past.trace.MAX_TEXT_TOKENS", 100)
+        monkeypatch.setattr("tokenloom_tools.trace.MAX_TEXT_TOKENS", 100)
         with pytest.raises(
             LimitExceeded,
             match="and one trace tells of 100 at most with their text: ask for one rank",
         ):
             served.companion(Traces).micro_step(1, None, None, True)
-        monkeypatch.setattr("tokenloom_tools.past.trace.MAX_TOKENS", 63)
+        monkeypatch.setattr("tokenloom_tools.trace.MAX_TOKENS", 63)
         with pytest.raises(
             LimitExceeded, match="4 samples have 128 tokens, and one trace tells of 63 at most"
         ):
@@ -361,8 +360,8 @@ def test_a_trace_that_takes_too_long_goes_on_when_it_is_asked_again(
     trainer = Trainer(served, 1, 1).train_to(61)
     # A second passes at each look at the clock: at the one of that module, for others' threads go on by the true one.
     clock = SimpleNamespace(monotonic=partial(next, map(float, itertools.count())))
-    monkeypatch.setattr("tokenloom_tools.past.trace.time", clock)
-    monkeypatch.setattr("tokenloom_tools.past.trace.MAX_FORWARD_S", 1.5)
+    monkeypatch.setattr("tokenloom_tools.trace.time", clock)
+    monkeypatch.setattr("tokenloom_tools.trace.MAX_FORWARD_S", 1.5)
     asked = 0
     while True:
         asked += 1

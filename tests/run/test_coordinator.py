@@ -18,7 +18,7 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import SourceError
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.reports.stats import RunStats
-from tokenloom_server.run.delivery import Waiting
+from tokenloom_server.run.generation import Waiting
 
 
 def test_each_source_says_where_it_resumes(

@@ -17,8 +17,7 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.order.batch_plans import BatchPlans
 from tokenloom_server.order.steps import BatchPlan, StepGroup
-from tokenloom_server.run.delivery import Delivery, EndOfData
-from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.generation import Delivery, EndOfData, Generation
 
 
 @dataclass

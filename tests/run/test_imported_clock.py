@@ -16,7 +16,7 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import JoinRefused, OrderMismatch
 from tokenloom_server.replay.peek import PeekCall
 from tokenloom_server.run.sizing import batch_plans_of
-from tokenloom_tools.past.receipts import Receipts
+from tokenloom_tools.receipts import Receipts
 
 CLOCK, LENGTH = 100_003, 8
 ENTRIES = [

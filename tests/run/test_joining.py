@@ -18,7 +18,7 @@ from support.served import SCHEDULE, Place, Rank, Trainer, call_of
 from tokenloom import ConnectionOptions, Fenced, LaunchOptions, NumpyDataset, RemoteDataset
 from tokenloom.connection import join as client_join
 from tokenloom.connection import topology
-from tokenloom_server.api.grpc import GrpcServer
+from tokenloom_server.api.grpc.server import GrpcServer
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import (
     AttemptUsed,

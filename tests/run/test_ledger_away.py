@@ -10,7 +10,7 @@ from support.served import Place, Rank, Trainer, call_of, never, recount, until_
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.errors import Fenced, LedgerUnavailable, NotLeader, RankStalled
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_server.run.delivery import Waiting
+from tokenloom_server.run.generation import Waiting
 
 
 def test_while_the_ledger_is_away_production_stops_at_the_horizon_and_nothing_is_lost(

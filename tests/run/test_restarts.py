@@ -30,7 +30,7 @@ from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.steps import StepGroup
-from tokenloom_server.run.delivery import EndOfData
+from tokenloom_server.run.generation import EndOfData
 from tokenloom_server.run.sizing import batch_plans_of
 from tokenloom_server.run.timeouts import Timeouts
 

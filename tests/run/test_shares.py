@@ -12,7 +12,7 @@ import pytest
 from support.corpora import flat, write_txt
 from support.served import Place, Trainer, printed
 from tokenloom_server.reports.stats import RunStats
-from tokenloom_tools.past.receipts import Receipts
+from tokenloom_tools.receipts import Receipts
 
 SOURCES = ["txt:short.txt:text", "txt:long.txt:text"]
 #: Of their rows, with end of text.

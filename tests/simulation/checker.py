@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import StoredRevision
-from tokenloom_server.run.delivery import EndOfData
+from tokenloom_server.run.generation import EndOfData
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.sessions import Session
-from tokenloom_tools.ledger.check import run_faults
+from tokenloom_tools.ledger import run_faults
 
 from tests.simulation.corpus import Reference, reference, skips_of
 from tests.simulation.scheduler import Violation

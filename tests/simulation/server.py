@@ -15,14 +15,13 @@ from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import Fenced, NotFound, TokenloomError
 from tokenloom_server.ledger.records import Opening, StoredRun
-from tokenloom_server.run.context import RunContext
+from tokenloom_server.run.context import RunContext, Wakes
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
 from tokenloom_server.run.evaluation_streams import EvaluationStreams
+from tokenloom_server.run.generation import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join import RANK_0_WAIT_S, Joined, no_rank_0
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.sessions import Session
-from tokenloom_server.run.wakes import Wakes
 
 from tests.simulation.ledger import LedgerLink
 from tests.simulation.network import Stream, Unavailable

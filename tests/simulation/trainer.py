@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
 from tokenloom_server.errors import Fenced, TokenloomError
-from tokenloom_server.run.delivery import EndOfData
+from tokenloom_server.run.generation import EndOfData
 from tokenloom_server.run.join_call import JoinCall
 
 from tests.simulation.network import Stream, Unavailable, call_join

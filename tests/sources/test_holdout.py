@@ -32,7 +32,7 @@ from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.planning.planner import Planner
+from tokenloom_server.planning.forecast import Planner
 from tokenloom_server.sources.base import Rows
 from tokenloom_server.sources.wrapped import HoldoutSource, WrappedSource
 

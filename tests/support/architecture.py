@@ -35,10 +35,11 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     #: All of them may import what is ``PUBLIC`` of the server, which knows none of them.
     TOOLS: (
         ("__init__",),
-        ("short_form", "survey", "text"),
-        ("ledger", "moving", "plan", "prepare", "reports", "scan"),
-        ("checkpoint", "past", "remote"),
-        ("peek", "verify"),
+        ("short_form", "survey"),
+        ("ledger", "moving", "prepare", "reports", "scan"),
+        ("checkpoint", "receipts", "remote", "trace"),
+        ("servers", "verify"),
+        ("peek",),
         ("export", "routes"),
         ("demo",),
         ("cli",),
@@ -79,14 +80,12 @@ ONLY: dict[str, frozenset[str]] = {
     f"{SERVER}.config": frozenset({"config", "core", "errors", "storage"}),
     f"{SERVER}.ledger": frozenset({"ledger", "core", "errors"}),
     f"{SERVER}.run.slots": frozenset({"core"}),
-    f"{SERVER}.run.delivery": frozenset({"core", "order.steps"}),
     f"{SERVER}.run.generation": frozenset(
         {
             "core",
             "errors",
             "order.batch_plans",
             "order.steps",
-            "run.delivery",
             "run.sizing",
             "run.slots",
         }
@@ -107,7 +106,7 @@ PUBLIC = tuple(
         *("packing.base", "packing.buckets", "packing.documents", "packing.samples"),
         *("packing.tokenized_rows", "packing.window", "run.evaluation_streams", "run.past"),
         *("run.revise", "run.sizing", "run.timeouts", "run.views"),
-        *("tokenizer.definition", "tokenizer.engine", "tokenizer.files"),
+        *("tokenizer.engine", "tokenizer.files"),
     )
 )
 
@@ -143,6 +142,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
             {
                 f"{SERVER}.api.grpc",
                 f"{TOOLS}.peek",
+                f"{TOOLS}.servers",
                 f"{CLIENT}.connection",
                 f"{PROTO}.dataloader_pb2_grpc",
                 f"{PROTO}.resume",
@@ -156,7 +156,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
     ),
     (("redis", "sqlite3"), frozenset({f"{SERVER}.ledger"})),
     (("gigatoken", "awkward", "jinja2"), frozenset({f"{SERVER}.tokenizer"})),
-    (("matplotlib",), frozenset({f"{TOOLS}.plan.picture"})),
+    (("matplotlib",), frozenset({f"{TOOLS}.reports.picture"})),
     (("streaming", "litdata"), frozenset({f"{TOOLS}.moving"})),
     (("fsspec",), frozenset({f"{SERVER}.storage"})),
     (("typer",), frozenset({f"{TOOLS}.cli"})),
@@ -172,8 +172,7 @@ EDGES: tuple[tuple[tuple[str, ...], frozenset[str]], ...] = (
                     f"{CLIENT}.connection.topology",
                     f"{CLIENT}.job_server",
                 ),  # the process group, where one is
-                *(f"{CLIENT}.datasets.{name}" for name in ("local", "peer_line")),
-                *(f"{CLIENT}.datasets.{name}" for name in ("remote", "tensors", "training")),
+                *(f"{CLIENT}.datasets.{name}" for name in ("peer_line", "tensors", "training")),
                 *(f"{CLIENT}.clock.lr_scheduler", f"{CLIENT}.losses", INTEGRATIONS),
                 USES_CLIENT_AND_TORCH,
                 # A trainer's checkpoint may be a file that only torch reads; where there is none, this says so.
@@ -197,7 +196,6 @@ PURE = tuple(
         *("run.generation", "run.slots"),
         *(
             "run.active_generation",
-            "run.delivery",
             "run.head",
             "run.lease",
             "run.join_call",
@@ -205,9 +203,7 @@ PURE = tuple(
         ),
         *("run.views",),
         *(
-            "tokenizer.boundary",
             "tokenizer.chat_renderer",
-            "tokenizer.check",
             "tokenizer.choose",
             "tokenizer.definition",
             "tokenizer.documents",
@@ -216,7 +212,6 @@ PURE = tuple(
             "tokenizer.engine",
             "tokenizer.engine_ids",
             "tokenizer.files",
-            "tokenizer.masked",
         ),
     )
 )
@@ -266,8 +261,6 @@ COORDINATOR = tuple(
             "producer",
             "sessions",
             "silent_ranks",
-            "takeover",
-            "timeline_changes",
         ),
     )
 )

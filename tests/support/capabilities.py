@@ -23,7 +23,7 @@ from tokenloom_server.api.rest.routes import Backend
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.sources.catalog import BUILT_IN
 from tokenloom_tools.cli.app import app
-from tokenloom_tools.routes.catalog import tool_routes
+from tokenloom_tools.cli.serve import tool_routes
 from typer.main import get_command
 
 from tests.support.catalog import CATALOG

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tokenloom_server.api.auth import Scope
 from tokenloom_server.api.rest.app import create_app
 from tokenloom_server.api.rest.routes import Backend
-from tokenloom_tools.routes.catalog import tool_routes
+from tokenloom_tools.cli.serve import tool_routes
 
 from docsite.reference import tables
 from docsite.reference.markdown import entries, table

@@ -35,7 +35,7 @@ from tokenloom_server.ledger.records import StoredSnapshot
 from tokenloom_server.ledger.redis import RedisLedger
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_tools.cli.app import app
-from tokenloom_tools.routes.catalog import tool_routes
+from tokenloom_tools.cli.serve import tool_routes
 from typer.testing import CliRunner
 
 from support.capabilities import commands as cli_commands

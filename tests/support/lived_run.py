@@ -22,7 +22,7 @@ from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.run.losses import Report
-from tokenloom_tools.routes.catalog import tool_routes
+from tokenloom_tools.cli.serve import tool_routes
 
 from support.corpora import text_rows, write_jsonl
 from support.page import CHROMIUM, CHROMIUM_OPTIONS, open_tab

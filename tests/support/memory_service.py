@@ -13,9 +13,8 @@ from typing import Any, cast
 
 from tokenloom_proto.seal import seal, unseal
 from tokenloom_server.api.auth import Access
-from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.mixture_origin import MixtureOrigin
-from tokenloom_server.api.service import RunProblem, Runs
+from tokenloom_server.api.service import Reason, RunProblem, Runs
 from tokenloom_server.config.mixture_change import MixtureChange
 from tokenloom_server.core.measures import LabelledCounter, Measures, StorageMeasures
 from tokenloom_server.core.state import RowCounts, digest_hex
@@ -43,10 +42,18 @@ from tokenloom_server.reports.stats import (
     SourceStats,
 )
 from tokenloom_server.run.recorder import Recent
-from tokenloom_tools.past.receipts import Receipts
-from tokenloom_tools.past.trace import Traces
-from tokenloom_tools.reports.receipt import Receipt, RunReport, SourceReport, Tokenizer
-from tokenloom_tools.reports.trace import TracedDocument, TracedMicroStep, TracedRank, TracedSample
+from tokenloom_tools.receipts import Receipts
+from tokenloom_tools.reports.documents import (
+    Receipt,
+    RunReport,
+    SourceReport,
+    Tokenizer,
+    TracedDocument,
+    TracedMicroStep,
+    TracedRank,
+    TracedSample,
+)
+from tokenloom_tools.trace import Traces
 
 #: With a part for each metric about it.
 ACCESS = Access(tls=cast("Any", SimpleNamespace(is_stale=False)))

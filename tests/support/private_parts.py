@@ -1,5 +1,5 @@
 """Parts of other packages that are not public, and that are used here because there is no public way: each is in
-``TABLE``, with what says loudly that it is gone, and below which release it was looked at."""
+``TABLE``, with its bound, and what says loudly that it is gone."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ _DOTTED = re.compile(r"[a-z]+(\.\w+)*\._\w+(\.\w+)*")
 
 
 class Part(NamedTuple):
-    """``known_before``: the first release that nobody has looked at, which pyproject.toml or the module refuses; None
-    where a trainer chooses the release, and the weekly test of the newest packages looks at it."""
-
     package: str
     names: frozenset[str]
-    known_before: str | None
+    bound: str
+    """Which releases are refused; empty where a trainer chooses them, and the weekly test of the newest looks."""
     is_missed_by: str
     """What says that it is gone."""
 
 
 TABLE = {
     "tokenloom.connection.topology": Part(
-        "torch", frozenset({"_get_default_store"}), None, "the import, at the Join of a group"
+        "torch", frozenset({"_get_default_store"}), "", "the import, at the Join of a group"
     ),
     "tokenloom.datasets.tensors": Part(
         "torch",
         frozenset({"torch.utils.data._utils.fetch"}),
-        None,
+        "",
         "a test alone: without it, a DataLoader that stacks whole batches is not refused",
     ),
     "tokenloom.integrations.transformers": Part(
@@ -49,31 +47,25 @@ TABLE = {
                 "_save_rng_state",
             }
         ),
-        None,
+        "",
         "TokenloomMixin._require, of what Trainer has to have called; of the other two an AttributeError",
     ),
     "tokenloom_server.api.rest.uvicorn_server": Part(
         "uvicorn",
         frozenset({"uvicorn.protocols.http.h11_impl.H11Protocol"}),
-        "0.55",
+        "uvicorn<0.55",
         "Http, when the server starts",
     ),
-    "tokenloom_tools.moving.litdata": Part(
-        "litdata",
+    "tokenloom_tools.moving": Part(
+        "litdata and mosaicml-streaming",
         frozenset(
             {
-                "_DistributedEnv",
-                "_WorkerEnv",
-                "_canonical_plans",
-                "_create_cache",
-                "_create_shuffler",
+                *("_DistributedEnv", "_WorkerEnv", "_canonical_plans", "_create_cache"),
+                *("_create_shuffler", "_resume"),
             }
         ),
-        "0.3",
-        "moving.seen refuses another release, and turns what is missing into an error that names the library",
-    ),
-    "tokenloom_tools.moving.mosaic": Part(
-        "mosaicml-streaming", frozenset({"_resume"}), "0.14", "as of litdata"
+        "LIBRARIES",
+        "it refuses another release, and turns what is missing into an error that names the library",
     ),
 }
 

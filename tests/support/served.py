@@ -16,8 +16,8 @@ from rich.console import Console
 from tokenloom.snapshot import Base, History, Point
 from tokenloom_proto.seal import canonical
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
-from tokenloom_server.api.grpc import GrpcServer
 from tokenloom_server.api.grpc.messages import counts_of
+from tokenloom_server.api.grpc.server import GrpcServer
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
 from tokenloom_server.config.mixture_change import MixtureChange
@@ -27,12 +27,12 @@ from tokenloom_server.ledger.records import CommittedState, StoredRevision, Stor
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.reports.stats import RunStats
-from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData, Waiting
 from tokenloom_server.run.join import Joined
 from tokenloom_server.run.join_call import JoinCall
 from tokenloom_server.run.sessions import Session
 from tokenloom_server.run.timeouts import Timeouts
-from tokenloom_tools.reports.stats_text import print_stats
+from tokenloom_tools.reports.terminal import print_stats
 
 RUN = "test"
 PATIENCE_S = 120.0

@@ -18,10 +18,11 @@ import pytest
 from support.hub import StandInHub
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, TokenizerError
-from tokenloom_server.tokenizer.boundary import begin_of_text_id, end_of_text_id
 from tokenloom_server.tokenizer.definition import (
     AddedToken,
     TokenizerDefinition,
+    begin_of_text_id,
+    end_of_text_id,
     find_tokenizer,
     id_dtype,
 )

@@ -17,8 +17,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenloom_server.errors import TokenizerError
 from tokenloom_server.tokenizer import engine
-from tokenloom_server.tokenizer.check import CheckedEngine, sampled
-from tokenloom_server.tokenizer.choose import EngineChoice, choose_engine, load_engine
+from tokenloom_server.tokenizer.choose import (
+    CheckedEngine,
+    EngineChoice,
+    choose_engine,
+    load_engine,
+    sampled,
+)
 from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer
 from tokenloom_server.tokenizer.engine import (
     BytesEngine,

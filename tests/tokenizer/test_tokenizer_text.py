@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenloom_server.errors import TokenizerError
-from tokenloom_tools.text import bytes_decoder, load_decoder
+from tokenloom_server.tokenizer.engine import bytes_decoder, load_decoder
 
 
 def test_bytes_become_text_again_and_special_ids_their_names() -> None:

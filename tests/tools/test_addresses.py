@@ -21,7 +21,7 @@ from tokenloom.errors import ServerUnavailable
 from tokenloom_proto.address import ServerAddress, reached_at
 from tokenloom_proto.errors import ProtocolError, Unauthenticated
 from tokenloom_server.api.auth import Access
-from tokenloom_server.api.grpc import GrpcServer
+from tokenloom_server.api.grpc.server import GrpcServer
 from tokenloom_server.api.rest.server import RestServer
 from tokenloom_server.api.service import Runs
 from tokenloom_server.api.tls import Tls

@@ -30,10 +30,10 @@ from tokenloom_server.order import snapshot
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_tools.checkpoint import report
 from tokenloom_tools.checkpoint.content import Child, Content, Node, read
-from tokenloom_tools.checkpoint.difference import difference
 from tokenloom_tools.checkpoint.faults import faults
 from tokenloom_tools.checkpoint.file import DataState, find
 from tokenloom_tools.checkpoint.probabilities import chances
+from tokenloom_tools.checkpoint.report import difference
 from tokenloom_tools.cli.app import app
 from typer.testing import CliRunner
 

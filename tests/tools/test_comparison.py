@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenloom_proto.seal import seal
 from tokenloom_server.errors import SnapshotInvalid
-from tokenloom_tools.verify.compare import compare
-from tokenloom_tools.verify.digests import DigestPoint, DigestSource, open_source
-from tokenloom_tools.verify.text import document, explain
+from tokenloom_tools.verify import (
+    DigestPoint,
+    DigestSource,
+    compare,
+    document,
+    explain,
+    open_source,
+)
 
 TOKENS = 8
 

@@ -21,7 +21,7 @@ from tokenloom_server.ledger.redis import RUNS, UIDS, RedisLedger
 from tokenloom_server.ledger.redis_rows import keys_of
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_server.ledger.sqlite_rows import OF_A_RUN
-from tokenloom_tools.ledger.check import run_faults, store_faults
+from tokenloom_tools.ledger import run_faults, store_faults
 
 from tests.simulation.world import World
 

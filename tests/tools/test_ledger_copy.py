@@ -15,7 +15,7 @@ from tokenloom_server.errors import LedgerError, LedgerUnavailable, NotLeader, T
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.commands import Acquire, Command, Import, Move
 from tokenloom_server.ledger.records import RunContents
-from tokenloom_tools.ledger.copy import copy_run
+from tokenloom_tools.ledger import copy_run
 
 
 class Died(BaseException):

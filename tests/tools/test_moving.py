@@ -22,8 +22,7 @@ from support.mosaic import mosaic, write_mds
 from tokenloom import LocalDataset
 from tokenloom_server.core.state import SourceState
 from tokenloom_tools.cli.app import app
-from tokenloom_tools.moving import litdata
-from tokenloom_tools.moving.mosaic import seen_samples
+from tokenloom_tools.moving import litdata_flags, mosaic_flags
 from typer.testing import CliRunner
 
 SAMPLES = 103
@@ -166,7 +165,7 @@ def test_the_samples_that_all_ranks_of_a_job_had_read_are_known(
         "num_canonical_nodes": canonical,
         "initial_physical_nodes": first_nodes,
     }
-    seen = seen_samples(state, folder / "mds", arguments)
+    seen = mosaic_flags(state, folder / "mds", arguments)
     assert np.flatnonzero(seen).tolist() == sorted(taken.tolist())
     # On as many nodes as the next launch has, the library would read the others.
     rest = base.batching.generate_work(
@@ -176,8 +175,8 @@ def test_the_samples_that_all_ranks_of_a_job_had_read_are_known(
 
 
 def test_an_epoch_of_which_all_was_read_has_nothing_left(folder: Path) -> None:
-    assert seen_samples({**STATE, "sample_in_epoch": 104}, folder / "mds", {}).all()
-    assert (~seen_samples({**STATE, "sample_in_epoch": 102}, folder / "mds", {})).sum() == 1
+    assert mosaic_flags({**STATE, "sample_in_epoch": 104}, folder / "mds", {}).all()
+    assert (~mosaic_flags({**STATE, "sample_in_epoch": 102}, folder / "mds", {})).sum() == 1
 
 
 @pytest.mark.parametrize(
@@ -233,7 +232,7 @@ def test_a_release_whose_private_parts_nobody_has_looked_at_is_refused(
     release: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "state.json").write_text(json.dumps(STATE))
-    monkeypatch.setattr("tokenloom_tools.moving.seen.version", lambda _: release)
+    monkeypatch.setattr("tokenloom_tools.moving.version", lambda _: release)
 
     assert f"those of mosaicml-streaming {release} were not looked at: pip install" in invoke(
         folder, "mosaic", "state.json", "mds:mds:text", "--output", "seen.npy"
@@ -345,7 +344,7 @@ def test_what_workers_had_read_is_known(optimised: Path) -> None:
     seen = rank.read(5)
     state = json.loads(json.dumps(rank.loader.state_dict()))
 
-    flags = litdata.seen_samples(state, optimised / "optimised", {}) > 0
+    flags = litdata_flags(state, optimised / "optimised", {}) > 0
     assert sorted(seen) == np.flatnonzero(flags).tolist()
     assert sorted(rank.read()) == np.flatnonzero(~flags).tolist()
 
@@ -359,7 +358,7 @@ def test_a_job_that_had_gone_on_with_more_ranks_moves_too(optimised: Path) -> No
 
     state = json.loads(json.dumps(job[0].loader.state_dict()))
 
-    flags = litdata.seen_samples(state, optimised / "optimised", {}) > 0
+    flags = litdata_flags(state, optimised / "optimised", {}) > 0
     assert sorted(seen) == np.flatnonzero(flags).tolist()
     assert {number for rank in job for number in rank.read()} <= {*np.flatnonzero(~flags).tolist()}
 

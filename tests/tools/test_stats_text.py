@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from support.memory_service import readers_stats, report_stats, run_stats, source_stats
 from tokenloom_server.reports.stats import RunStats
-from tokenloom_tools.reports.stats_text import print_stats
+from tokenloom_tools.reports.terminal import print_stats
 
 COUNTERS = {"samples": 602_816_352, "rows": 1_234_567_890, "tokens": 10**12}
 LONG = run_stats(

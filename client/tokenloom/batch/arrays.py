@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenloom.batch.layout import Layout, RawColumn
-from tokenloom.batch.memory import ArrayPool
-from tokenloom.batch.packed import Message
+from tokenloom.batch.packed import ArrayPool, Message
 from tokenloom.batch.rows import RowsMessage
 from tokenloom.errors import ProtocolError
 

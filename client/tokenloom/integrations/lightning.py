@@ -20,8 +20,7 @@ from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
 
 from tokenloom.batch.layout import Batch
 from tokenloom.clock.lr_scheduler import TokenLRScheduler
-from tokenloom.datasets.remote import RemoteDataset
-from tokenloom.datasets.training import EvaluationDataset, check_accumulate
+from tokenloom.datasets.training import EvaluationDataset, RemoteDataset, check_accumulate
 from tokenloom.snapshot import KEY, Loaded, Older, Point, Positioned
 
 #: Options that a dataset has whether it is trained or evaluated on.

@@ -34,7 +34,7 @@ from tokenloom.datasets.peer_line import (
     frame_layout,
     read_frame,
 )
-from tokenloom.datasets.remote import RemoteDataset
+from tokenloom.datasets.training import RemoteDataset
 from tokenloom.errors import JoinRefused
 from tokenloom.snapshot import KEY, Base, History, Loaded, Older, Point
 

@@ -12,9 +12,8 @@ from time import monotonic
 from tokenloom_proto.files import resolved
 
 from tokenloom_server import errors
-from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.mixture_origin import INDEX_FOLDER, MixtureOrigin
-from tokenloom_server.api.service import Runs
+from tokenloom_server.api.service import Reason, Runs
 from tokenloom_server.api.watched_files import Watched, Watcher
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, RunBusy

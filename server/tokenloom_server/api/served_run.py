@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tokenloom_server.api.companions import Companions
 from tokenloom_server.api.mixture_origin import MixtureOrigin
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import MAX_COUNTER
+from tokenloom_server.planning.forecast import Planner
 from tokenloom_server.planning.plan import RunPlan
-from tokenloom_server.planning.planner import Planner
 from tokenloom_server.replay.evaluation import Evaluations
 from tokenloom_server.replay.peek import Peeks
 from tokenloom_server.reports.stats import RevisionInfo
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.evaluation_streams import EvaluationStreams
 from tokenloom_server.run.fork import ForkHandler
-from tokenloom_server.run.history_reader import HistoryReader
+from tokenloom_server.run.history import HistoryReader
 from tokenloom_server.run.join import JoinHandler
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.past import Past
@@ -30,6 +30,25 @@ from tokenloom_server.run.stats import StatsReader
 
 if TYPE_CHECKING:
     from tokenloom_server.config.mixture_change import MixtureChange
+
+_T = TypeVar("_T")
+
+
+class Companions:
+    """The companions of one owner. Thread-safe."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._made: dict[Callable[..., Any], Any] = {}
+
+    def __call__(self, kind: Callable[[Any], _T]) -> _T:
+        """The one of a class, made with the owner as its argument when it is first asked for."""
+        with self._lock:
+            if kind not in self._made:
+                self._made[kind] = kind(self._owner)
+            made: _T = self._made[kind]
+            return made
 
 
 class ServedRun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -16,10 +17,9 @@ from typing import TYPE_CHECKING
 from tokenloom_proto.credentials import CONTROL_VARIABLE, is_loopback, may_be_plain
 from tokenloom_proto.files import resolved
 
-from tokenloom_server.api import open_files
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access
-from tokenloom_server.api.grpc import GrpcServer
-from tokenloom_server.api.rest.server import RestServer
+from tokenloom_server.api.grpc.server import MAX_CALLS, GrpcServer
+from tokenloom_server.api.rest.server import MAX_CONNECTIONS, MAX_HEALTH_CONNECTIONS, RestServer
 from tokenloom_server.api.watched_files import Watcher
 from tokenloom_server.config.data_roots import DataRoots
 from tokenloom_server.errors import ConfigError, reason
@@ -36,7 +36,50 @@ if TYPE_CHECKING:
     from tokenloom_server.config.run import RunConfig
     from tokenloom_server.workers.cluster.readers.link import RayReaders, ReaderOptions
 
+
 _log = logging.getLogger(__name__)
+
+# The system counts files and connections as one. The limit is raised as far as the system allows. REST, health and the
+# process itself have a fixed part; of the rest gRPC's connections get one half, and the files of sources the other. So
+# who only connects takes nothing that a source needs.
+
+#: Files and connections that a server asks to be allowed, at most.
+MAX_OPEN_FILES = 2**17
+#: With fewer a server does not start.
+MIN_OPEN_FILES = 512
+#: The ledger, the tokeniser's processes, listeners, libraries.
+OWN = 64
+#: Two where it is read, two where its past samples are made again.
+FILES_PER_SOURCE = 4
+FIXED = MAX_CONNECTIONS + MAX_HEALTH_CONNECTIONS + OWN
+
+
+def raise_open_files() -> int:
+    """How many this process may have open from now on. Raises ``ConfigError`` where a server needs more."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (MAX_OPEN_FILES if each == resource.RLIM_INFINITY else each for each in allowed)
+    limit = max(soft, min(hard, MAX_OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, allowed[1]))
+    require_open_files(limit)
+    _log.info("open files: %d at most, of which gRPC may have %d", limit, grpc_connections(limit))
+    return limit
+
+
+def grpc_connections(limit: int) -> int:
+    """At most so many at a time, of trainers and all others."""
+    return min(MAX_CALLS, (limit - FIXED) // 2)
+
+
+def require_open_files(limit: int, sources: int = 0) -> None:
+    """Raises ``ConfigError`` where the files of so many sources do not fit in their part, or a server in the whole."""
+    needed = max(MIN_OPEN_FILES, FIXED + 2 * FILES_PER_SOURCE * sources)
+    if limit < needed:
+        of_sources = f" of {sources} sources" if sources else ""
+        raise ConfigError(
+            f"this process may have {limit} files and connections open, and a server{of_sources} needs {needed}: raise "
+            f"the limit (a shell: ulimit -n {needed}; systemd: LimitNOFILE={needed}; Docker: --ulimit nofile={needed})"
+        )
+
 
 #: How long streams get to end when the server stops, seconds.
 GRACE_S = 5.0
@@ -83,7 +126,7 @@ class Server:
         """Raises ``ConfigError`` and what sources, tokeniser and ledger raise; nothing is left open then."""
         for option, address in (("--grpc", options.grpc), ("--rest", options.rest)):
             _refuse_open_door(option, address, options.access)
-        self._open_files = open_files.raise_limit()
+        self._open_files = raise_open_files()
         self._watchers: list[Watcher] = []
         self._runs: Runs | None = None
         self._ledger: Ledger | None = None
@@ -94,9 +137,7 @@ class Server:
         self._readers: RayReaders | None = None
         # The addresses first: a port that is taken is found before any file is read, and trainers that wait for
         # this server connect while all that it needs is imported and opened.
-        self._grpc = GrpcServer(
-            options.grpc, options.access, open_files.grpc_connections(self._open_files)
-        )
+        self._grpc = GrpcServer(options.grpc, options.access, grpc_connections(self._open_files))
         try:
             self._bring_up(options)
         except BaseException:
@@ -132,7 +173,7 @@ class Server:
             data_roots=options.data_roots,
             catalog=open_catalog(options.plugins, options.transforms),
             on_change=self._tell_ready,
-            require_room=partial(open_files.require, self._open_files),
+            require_room=partial(require_open_files, self._open_files),
             readers=self._readers,
         )
         runs_dir = options.runs_dir.absolute() if options.runs_dir is not None else None
@@ -163,8 +204,8 @@ class Server:
 
     def _add_runs(self, options: ServeOptions, runs: Runs, folder: RunFolder) -> None:
         """Those that are asked for. The only one raises what is wrong with it; of several, each is by itself."""
-        from tokenloom_server.api.bring_up import Reason
         from tokenloom_server.api.mixture_origin import INDEX_FOLDER, MixtureOrigin
+        from tokenloom_server.api.service import Reason
 
         origins = [folder.origin(path) for path in options.mixtures]
         if options.mixture is not None:

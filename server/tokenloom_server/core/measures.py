@@ -1,8 +1,8 @@
-"""What a server measures while it serves: how long things take and how often they happen, for ``/metrics``.
+"""What a server measures while it serves: how long things take and how often they happen, for ``/metrics``; and its
+words for what a rank does and a run waits for, the same in stats, in metrics, on the page and on the command line.
 
 Nothing is measured for each token or sample. An observation takes a third of a microsecond. Who makes one of these
-hands in the lock that it is changed under.
-"""
+hands in the lock that it is changed under."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
+from typing import Literal, TypeAlias
 
 #: Upper bounds of the buckets, seconds: of what is over in milliseconds, of what asks storage, and of what goes forward
 #: in the data.
@@ -18,6 +19,11 @@ READ_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 SLOW_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 _Lock = AbstractContextManager[object]
+#: ``finished``: the rank said goodbye. ``away``: it never came, its connection broke, or another server knew it.
+RankState: TypeAlias = Literal["connected", "finished", "away"]
+#: ``ranks``: samples are ready, and training sets the pace. ``rows``: they are being read and tokenised, and a rank has
+#: nothing left. ``readers``: those of ``serve --readers``.
+WaitReason = Literal["ranks", "storage", "readers", "ledger", "lease", "rows"]
 
 
 class Counter:

@@ -7,11 +7,11 @@ Who writes, and what a write has to name:
 
 | command | written by | names |
 |---|---|---|
-| Create | ``Ledger.create_run``: ``api.bring_up``, ``run.leadership``, ``run.evaluation_streams`` | a new run |
-| Import | ``ledger.backup``, ``ledger.copy`` of the tools | a whole run, from elsewhere |
-| Move | ``ledger.copy`` of the tools | server epoch; where the run is from now on |
-| Acquire | ``run.leadership``; ``ledger.copy`` of the tools | its holder; gives the next server epoch |
-| Renew, Release | ``run.leadership``; ``ledger.copy`` of the tools | server epoch |
+| Create | ``Ledger.create_run``: ``api.service``, ``run.leadership``, ``run.evaluation_streams`` | a new run |
+| Import | ``ledger`` of the tools | a whole run, from elsewhere |
+| Move | ``ledger`` of the tools | server epoch; where the run is from now on |
+| Acquire | ``run.leadership``; ``ledger`` of the tools | its holder; gives the next server epoch |
+| Renew, Release | ``run.leadership``; ``ledger`` of the tools | server epoch |
 | Open, Adopt | ``run.attempts``, ``run.join`` | server epoch |
 | ClaimSlot | ``run.attempts``, ``run.sessions`` | server epoch, generation |
 | Commit, ThinJournal | ``run.committer`` | server epoch; a commit its generation, too |

@@ -13,11 +13,11 @@ from tokenloom_proto.threads import pool
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import SourceState, State
+from tokenloom_server.order.exclusions import with_seen
 from tokenloom_server.order.pipeline import Pipeline, Switch, initial_state
 from tokenloom_server.order.readers import SourceReaders
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import Readers, RunResources
-from tokenloom_server.order.seen import with_seen
 from tokenloom_server.packing.base import DocumentPacker, Packer, PackerFactory
 from tokenloom_server.packing.best_fit import BestFitPacker, Window
 from tokenloom_server.packing.buckets import BucketPacker
@@ -32,9 +32,13 @@ from tokenloom_server.packing.unpacked import UnpackedPacker
 from tokenloom_server.sources.base import Content, Source
 from tokenloom_server.sources.wrapped import SourceWithLossMask, TimedSource
 from tokenloom_server.storage.urls import is_remote
-from tokenloom_server.tokenizer.documents import DocumentEncoder, Encoder, ReadyEncoder
+from tokenloom_server.tokenizer.documents import (
+    DocumentEncoder,
+    Encoder,
+    MaskedEncoder,
+    ReadyEncoder,
+)
 from tokenloom_server.tokenizer.engine import TokenizersEngine
-from tokenloom_server.tokenizer.masked import MaskedEncoder
 from tokenloom_server.workers.chats import RenderedEncoder
 from tokenloom_server.workers.crashes import CrashGuard, EngineDescription
 from tokenloom_server.workers.threads import (

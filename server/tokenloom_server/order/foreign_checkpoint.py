@@ -26,11 +26,9 @@ from tokenloom_server.core.state import (
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.mixing import elsewhere
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.foreign_payload import Entry, Payload, normalised
-from tokenloom_server.order.foreign_rows import Position, names_of, position_of
-from tokenloom_server.order.nested_state import read_entries
-from tokenloom_server.order.position_line import position_line
-from tokenloom_server.order.returning import returning
+from tokenloom_server.order.foreign_payload import Entry, Payload, normalised, read_entries
+from tokenloom_server.order.notes import position_line
+from tokenloom_server.order.returning import Position, names_of, position_of, returning
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.state_document import Shape
 from tokenloom_server.order.timeline import Timeline

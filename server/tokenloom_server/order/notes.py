@@ -1,14 +1,48 @@
-"""What people should know of a run's sources, by their first samples and its tokeniser."""
+"""What the log and people should know of a run's sources: where each stands, and what its first samples and the
+tokeniser say."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
+from tokenloom_server.core.state import (
+    EpochCursor,
+    FileCursor,
+    SourceState,
+    State,
+    WindowCursor,
+    row_cursor,
+)
 from tokenloom_server.order.factory import PipelineFactory
+from tokenloom_server.order.record import RunRecord
 from tokenloom_server.sources.base import Content
-from tokenloom_server.tokenizer.boundary import own_begin
+from tokenloom_server.tokenizer.definition import own_begin
+
+
+def position_line(spec: str, source: SourceState, shards: Sequence[str]) -> str:
+    """``spec=… sample_row=… shard=… offset=…``: ``sample_row`` counts rows since the source's beginning, ``offset``
+    those of the shard, window or epoch that is named beside it. ``shards``: the paths of the source's files."""
+    return f"spec={spec} sample_row={source.rows} {_offset(source, shards)}"
+
+
+def position_lines(record: RunRecord, state: State) -> Iterator[str]:
+    """Of each source of a run."""
+    return map(position_line, record.specs, state.sources, record.shard_paths)
+
+
+def _offset(source: SourceState, shards: Sequence[str]) -> str:
+    match row_cursor(source.cursor):
+        case FileCursor(_, shard, row):
+            return f"shard={shards[shard]} offset={row}"
+        case WindowCursor(_, window, row):
+            return f"window={window} offset={row}"
+        case EpochCursor(epoch, rows):
+            return f"epoch={epoch} offset={rows}"
+    return "offset=0"
+
 
 #: The samples of a source that are looked at, at most; those of its first block, where that has fewer.
 _LOOKED_AT = 256

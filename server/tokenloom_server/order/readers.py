@@ -15,7 +15,7 @@ from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.core.state import EpochCursor, FileCursor, WindowCursor
 from tokenloom_server.errors import ConfigError
-from tokenloom_server.order import seen
+from tokenloom_server.order.exclusions import load_seen
 from tokenloom_server.order.record import RunRecord
 from tokenloom_server.order.resources import RunResources
 from tokenloom_server.packing.buckets import Epochs
@@ -165,7 +165,7 @@ class SourceReaders:
         )
 
     def seen(self, source_id: int, reader: Source) -> Mapping[int, Int64s]:
-        """By shard, the rows that another loader had given before the run began. Raises what ``seen.load`` does."""
+        """By shard, the rows that another loader had given before the run began. Raises what ``load_seen`` does."""
         config, base_dir = self._record.config.sources[source_id].seen, self._resources.base_dir
         if config is None:
             return {}
@@ -177,7 +177,7 @@ class SourceReaders:
         }
         return self._resources.seen.get(
             key,
-            lambda: seen.load(config, base_dir, self.row_counts(source_id, reader), file_counts),
+            lambda: load_seen(config, base_dir, self.row_counts(source_id, reader), file_counts),
         )
 
     def check_seen(self, first: int = 0) -> None:

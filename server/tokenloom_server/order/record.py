@@ -33,9 +33,13 @@ from tokenloom_server.order import state_document
 from tokenloom_server.order.exclusions import NOTHING_EXCLUDED, Exclusions
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest
-from tokenloom_server.tokenizer.boundary import begin_of_text_id, end_of_text_id
 from tokenloom_server.tokenizer.choose import EngineRecord
-from tokenloom_server.tokenizer.definition import TokenizerDefinition, id_dtype
+from tokenloom_server.tokenizer.definition import (
+    TokenizerDefinition,
+    begin_of_text_id,
+    end_of_text_id,
+    id_dtype,
+)
 from tokenloom_server.tokenizer.engine_ids import EngineIds
 
 FORMAT = 1

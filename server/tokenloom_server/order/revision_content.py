@@ -12,7 +12,7 @@ from tokenloom_server.order import builder, exclusions
 from tokenloom_server.order.exclusions import ExclusionFile
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import child_key, children_of, content_of, validated
-from tokenloom_server.order.position_line import position_line
+from tokenloom_server.order.notes import position_line
 from tokenloom_server.order.record import estimates_to_json
 from tokenloom_server.order.returning import Returning, returning
 from tokenloom_server.order.revision import changed, differences

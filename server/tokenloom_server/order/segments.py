@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from tokenloom_proto.seal import canonical
 
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.config.source import SourceConfig
@@ -16,13 +18,45 @@ from tokenloom_server.order import builder, exclusions
 from tokenloom_server.order.exclusions import ExclusionFile, Exclusions
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import validated, with_content
-from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.record import estimates_from_json
 from tokenloom_server.order.returning import Returning
 from tokenloom_server.order.revision import merged, without
 from tokenloom_server.order.size_estimates import ENCODED_BYTES, measure
 from tokenloom_server.sources.base import Shard
 from tokenloom_server.sources.manifest import Manifest, SourceFiles, plugins_from_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a run was forked from another: it begins there, at that sample index and with those tokens."""
+
+    run: str
+    uid: str
+    generation: int
+    sample_index: int
+    total_tokens: int
+    digest: str
+    #: Samples and tokens before that of sources which this run does not have.
+    left_samples: int
+    left_tokens: int
+    #: ``resume_state`` at the sample index, as this run has it; empty where only a snapshot after it tells of it.
+    state: str = ""
+    #: (sample index, samples) of what the other run passes over, before that and, as this one does, after it.
+    skips: Sequence[tuple[int, int]] = ()
+
+    def to_json(self) -> str:
+        """Canonical JSON, as an opening keeps it."""
+        return str(canonical(asdict(self)))
+
+    def described(self) -> dict[str, Any]:
+        """All of it but the state."""
+        return asdict(replace(self, state=""))
+
+    @classmethod
+    def from_json(cls, text: str) -> Origin | None:
+        """Reads ``to_json``; None for the empty text of a run that was not forked."""
+        return cls(**json.loads(text)) if text else None
+
 
 #: A source with more bytes than this for each token of a sample, or too many to be measured exactly, is taken to fill
 #: one.

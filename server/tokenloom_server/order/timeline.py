@@ -22,10 +22,10 @@ from tokenloom_server.order import state_document
 from tokenloom_server.order.carry_over import carry
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.mixture_content import validated
-from tokenloom_server.order.origin import Origin
 from tokenloom_server.order.pipeline import Pipeline, Switch
 from tokenloom_server.order.returning import returning
 from tokenloom_server.order.segments import (
+    Origin,
     TimelineSegment,
     files_of,
     files_to_json,

@@ -25,9 +25,8 @@ from tokenloom_server.core.state import FileCursor, PackedCursor, SourceState, W
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.base import Block, FormattedPacker
 from tokenloom_server.packing.documents import Documents
-from tokenloom_server.packing.row_counts import added
 from tokenloom_server.packing.samples import Flags, Int64s, SampleFormat
-from tokenloom_server.packing.tokenized_rows import DocumentSpan, TokenizedRows
+from tokenloom_server.packing.tokenized_rows import DocumentSpan, TokenizedRows, added
 
 # Best-fit decreasing: lengths into bins of one capacity.
 #

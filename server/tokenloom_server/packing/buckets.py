@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.config.batching import BatchingConfig
-from tokenloom_server.core.epochs import whole_and_part
-from tokenloom_server.core.hashing import Purpose, draw, stream
+from tokenloom_server.core.hashing import Permutation, Purpose, draw, stream
+from tokenloom_server.core.numbers import whole_and_part
 from tokenloom_server.core.state import EpochCursor, SourceState
 from tokenloom_server.errors import SourceError
 from tokenloom_server.packing.base import Batch, Block, BlockOrigins, Feature
-from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.packing.samples import Int64s, Sample, hashed
 from tokenloom_server.sources.tensor_buckets import BucketIndex
 from tokenloom_server.sources.tensor_source import FeatureSource

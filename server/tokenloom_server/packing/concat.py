@@ -15,9 +15,8 @@ import numpy as np
 from tokenloom_server.core.state import SourceState, tokens_in_row
 from tokenloom_server.packing.base import Block, FormattedPacker
 from tokenloom_server.packing.documents import Documents
-from tokenloom_server.packing.row_counts import RowCounter, added
 from tokenloom_server.packing.samples import Ids, Int64s, Sample, SampleFormat, views, wire
-from tokenloom_server.packing.tokenized_rows import DocumentSpan, TokenizedRows
+from tokenloom_server.packing.tokenized_rows import DocumentSpan, RowCounter, TokenizedRows, added
 
 
 class ConcatPacker(FormattedPacker):

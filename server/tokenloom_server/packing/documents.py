@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom_server.core.epochs import whole_and_part
+from tokenloom_server.core.numbers import whole_and_part
 from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, tokens_in_row
 from tokenloom_server.errors import SourceError, TokenizerError
 from tokenloom_server.packing.chunks import Chunks

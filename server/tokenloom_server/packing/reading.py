@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom_server.core.hashing import Purpose, draw
+from tokenloom_server.core.hashing import Permutation, Purpose, draw
 from tokenloom_server.core.state import Cursor, FileCursor, WindowCursor, row_cursor
-from tokenloom_server.packing.permutation import Permutation
 from tokenloom_server.packing.samples import Int64s
 from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.row_index import row_counts

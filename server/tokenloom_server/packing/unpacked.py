@@ -10,9 +10,8 @@ import numpy as np
 from tokenloom_server.core.state import SourceState
 from tokenloom_server.packing.base import Block, FormattedPacker
 from tokenloom_server.packing.documents import Documents
-from tokenloom_server.packing.row_counts import RowCounter, added
 from tokenloom_server.packing.samples import Flags, Int64s, SampleFormat
-from tokenloom_server.packing.tokenized_rows import DocumentSpan, TokenizedRows
+from tokenloom_server.packing.tokenized_rows import DocumentSpan, RowCounter, TokenizedRows, added
 
 #: Samples are made in blocks of so many bytes: short rows in long samples would take some times as much.
 BLOCK_BYTES = 1 << 22

@@ -3,22 +3,101 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenloom_server.config.run import RunConfig
-from tokenloom_server.core.state import MAX_COUNTER, FileCursor, State, passed_over
+from tokenloom_server.core.state import (
+    MAX_COUNTER,
+    FileCursor,
+    SourceState,
+    State,
+    passed_over,
+    tokens_in_row,
+)
 from tokenloom_server.core.token_curve import TokenCurve
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.mixing.mixer import Ending, Mixer
+from tokenloom_server.mixing.totals import rows_of
 from tokenloom_server.order.carry_over import carry
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.returning import Returning
+from tokenloom_server.order.size_estimates import measure
+from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.plan import PlannedEnding, PlannedSegment, PlannedSource, RunPlan
 from tokenloom_server.planning.segments import MAX_SEGMENTS, PlanSegment, merged
-from tokenloom_server.planning.supply import Supply
+
+
+class Supply:
+    """The picks that the rest of a source's rows hold, and where its rows counter stands after some of them."""
+
+    def __init__(
+        self, config: RunConfig, source: int, curve: TokenCurve | None, state: SourceState
+    ) -> None:
+        """``curve``: None for a source that was dropped, which gives nothing."""
+        self.curve = (
+            curve if config.balances_real or curve is None else TokenCurve(curve.rows, curve.tokens)
+        )
+        #: Picks that were given since the state.
+        self.given = 0
+        self._balance = config.balanced(state)
+        self.epochs = config.epochs[source]
+        self._pick_tokens = config.pick_tokens
+        # Of samples that are padded, no part of the tokens is a row's.
+        self._cuts_rows = config.packing == "concat"
+        self._begin = 0
+        #: Picks that are left from the state on, at most MAX_COUNTER, as where the source is read for ever.
+        self.picks = 0
+        if curve is None:
+            return
+        self._begin = curve.tokens_before(state.rows) + (
+            tokens_in_row(state.cursor) if self._cuts_rows else 0
+        )
+        if state.exhausted or not curve.epoch_tokens:
+            return
+        if math.isinf(self.epochs):
+            self.picks = MAX_COUNTER
+            return
+        # With shifted labels the last sample is followed by one token more.
+        needed = self._begin + (config.labels == "shifted" and self._cuts_rows)
+        tokens = curve.tokens_before(rows_of(curve.epoch_rows, self.epochs)) - needed
+        self.picks = min(MAX_COUNTER, max(0, tokens // self._pick_tokens))
+
+    @property
+    def real_tokens(self) -> int:
+        """See ``RealLengths``; positions where balances count these."""
+        return self._balance + self._real(self.given) - self._real(0)
+
+    def real_lengths(self) -> Iterator[int]:
+        """See ``RealLengths``."""
+        return (
+            after - before
+            for before, after in pairwise(map(self._real, range(self.given, self.picks + 1)))
+        )
+
+    def real_of(self, picks: int) -> int:
+        """See ``RealLengths``."""
+        return self._real(self.given + picks) - self._real(self.given)
+
+    def _real(self, picks: int) -> int:
+        """The real tokens before the end of so many picks, counted as those of the curve."""
+        token = self._begin + picks * self._pick_tokens
+        return token if self.curve is None else self.curve.real_before(token)
+
+    def rows_picked(self) -> tuple[int, int]:
+        """The rows counter, and the tokens of the row that is not at its end, after the last pick."""
+        if self.curve is None:
+            return 0, 0
+        token = self._begin + self.given * self._pick_tokens
+        row = self.curve.row_at(token)
+        return row, token - self.curve.tokens_before(row) if self._cuts_rows else 0
+
 
 #: Up to so many picks are decided one by one, as the run does it; longer plans go by each policy's mean shares.
 EXACT_PICKS = 2_000_000
@@ -341,3 +420,64 @@ class _Simulation:
             )
             return f"nothing ends any more: {names} is read for ever; say how many tokens to plan further"
         return f"the run has the {self._until:,} tokens that were asked for"
+
+
+class Planner:
+    """Thread-safe; one plan is made at a time."""
+
+    def __init__(self, measuring: Callable[[str], object] | None = None) -> None:
+        """``measuring`` is called with a source's name before it is measured."""
+        self._measuring = measuring
+        self._lock = threading.Lock()
+        # By spec and files: a revision may append some.
+        self._measured: dict[tuple[str, tuple[str, ...]], TokenCurve] = {}
+        # Every rank of a launch asks for the same.
+        self._last: tuple[Timeline, State, int | None, RunPlan] | None = None
+
+    def plan(self, timeline: Timeline, state: State, until: int | None) -> RunPlan:
+        """From a state on (see ``forecast``). Raises also what ``measure`` raises."""
+        with self._lock:
+            if (
+                self._last is not None
+                and self._last[0] is timeline
+                and self._last[1:3] == (state, until)
+            ):
+                return self._last[3]
+            plan = forecast(list(self._parts(timeline, state)), state, until)
+            self._last = timeline, state, until, plan
+            return plan
+
+    def _parts(self, timeline: Timeline, state: State) -> Iterator[Part]:
+        """The parts of a run that a plan from a state on goes through."""
+        first = max(
+            i for i, segment in enumerate(timeline.segments) if segment.begin <= state.sample_index
+        )
+        for segment in timeline.segments[first:]:
+            factory = segment.factory
+            yield Part(
+                config=factory.config,
+                curves=[
+                    self._curve(factory, source.id) if source.presence != "dropped" else None
+                    for source in factory.config.sources
+                ],
+                size_estimates=factory.record.size_estimates,
+                tokens=segment.tokens,
+                grown=segment.grown,
+                returning=segment.returning,
+                skip=segment.skip,
+            )
+
+    def _curve(self, factory: PipelineFactory, source_id: int) -> TokenCurve:
+        spec, files = factory.record.specs[source_id], factory.record.shard_paths[source_id]
+        curve = factory.record.size_estimates.get(source_id) or self._measured.get((spec, files))
+        if curve is None:
+            if self._measuring is not None:
+                self._measuring(factory.config.sources[source_id].name)
+            curve = self._measured[spec, files] = measure(factory, source_id)
+        # Rows that are left out are read as rows without tokens.
+        excluded = factory.record.excluded.count(spec)
+        return (
+            curve.scaled(Fraction(max(0, curve.epoch_rows - excluded), curve.epoch_rows))
+            if excluded
+            else curve
+        )

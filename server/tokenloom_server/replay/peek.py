@@ -19,7 +19,7 @@ from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import JoinRefused, NotFound, OrderMismatch, ServerStopping
 from tokenloom_server.order.replay import Replay, beyond_the_end
 from tokenloom_server.order.snapshot import ResumePoint
-from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData, Waiting
 from tokenloom_server.run.past import NearestState, Past
 from tokenloom_server.run.resume_points import LATEST, ResumePoints
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from tokenloom_server.config.base import Document
-from tokenloom_server.reports.document import RunDocument
-from tokenloom_server.reports.stats import SourceName
+from tokenloom_server.reports.stats import RunDocument, SourceName
 
 #: What happened, in a word.
 EventKind = Literal[

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from pydantic import Field
+
 from tokenloom_server.config.base import Document
-from tokenloom_server.core.rank_state import RankState
-from tokenloom_server.core.wait_reason import WaitReason
+from tokenloom_server.core.measures import RankState, WaitReason
 from tokenloom_server.order.readers_stats import ReadersStats
-from tokenloom_server.reports.document import RunDocument
+
+
+class RunDocument(Document):
+    """What is said of a stream of a run."""
+
+    run: str
+    stream: str
 
 
 class RevisionInfo(Document):
@@ -426,3 +433,41 @@ class MixtureInfo(Document):
     """All that were made, oldest first; those to come, too."""
     first_revisable: int
     """The least sample index from which on a new revision can hold."""
+
+
+class BrokenRun(Document):
+    """A mixture that is not served, or not as its file has it now."""
+
+    run: str = Field(examples=["wiki"])
+    """The run's name, or that of its file where this says none."""
+    served: bool
+    """Whether it is served nevertheless, as it was before."""
+    origin: str = Field(examples=["/srv/runs/wiki.yaml"])
+    """Where its mixture stands."""
+    error: str = Field(examples=["ConfigError"])
+    """The error's stable name."""
+    message: str
+    """What was found, what was expected, and what to do."""
+
+
+class RunList(Document):
+    """The runs of a server."""
+
+    runs: list[str] = Field(examples=[["wiki-and-code"]])
+    """Names of those that are served, as in the mixture files."""
+    broken: list[BrokenRun]
+    """The mixtures that are not served, or not as they stand now."""
+    version: str = Field(examples=["0.1.0"])
+    """The server's version."""
+    grpc_address: str | None = Field(examples=["127.0.0.1:50051"])
+    """Where trainers connect; null where that is not known."""
+
+
+class ChangedRun(Document):
+    """A run that was added, reloaded or removed."""
+
+    run: str = Field(examples=["wiki"])
+    origin: str = Field(examples=["/srv/runs/wiki.yaml"])
+    """Where its mixture stands."""
+    note: str
+    """What came of it, or becomes of it when the server starts again; for people."""

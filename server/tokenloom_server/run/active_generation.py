@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from tokenloom_server.core.rank_state import RankState
+from tokenloom_server.core.measures import RankState
 from tokenloom_server.core.state import State
 from tokenloom_server.ledger.records import date_of
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.reports.stats import SLOW_DATA_SHARE, Straggler
-from tokenloom_server.run.delivery import EndOfData
-from tokenloom_server.run.generation import Generation
+from tokenloom_server.run.generation import EndOfData, Generation
 from tokenloom_server.run.slots import WaitShare
 
 #: A rank holds others up where these wait at least such a part of their time, once this is known of so many seconds.

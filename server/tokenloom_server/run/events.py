@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from tokenloom_server.ledger.records import Opening
-from tokenloom_server.order.origin import Origin
+from tokenloom_server.order.segments import Origin
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.history import EventKind
 from tokenloom_server.reports.stats import RunStats, ranks_text, skips_text

@@ -15,9 +15,9 @@ from tokenloom_server.mixing.elsewhere import forked
 from tokenloom_server.order import foreign_payload, snapshot
 from tokenloom_server.order.builder import moves_parts
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.origin import Origin
-from tokenloom_server.order.position_line import position_line
+from tokenloom_server.order.notes import position_line
 from tokenloom_server.order.returning import returning
+from tokenloom_server.order.segments import Origin
 from tokenloom_server.order.snapshot import ForeignSnapshot
 from tokenloom_server.order.state_document import all_skips
 from tokenloom_server.order.timeline import Timeline

@@ -1,4 +1,5 @@
 """One generation of a live run: what was produced, sent, consumed and committed. The sole owner of that.
+And what a stream of a run is given: micro-steps, the end of the data, or why there is nothing yet.
 
 Pure logic: no clock, thread, socket or ledger. The callers (the parts of a run) hold its lock, pass the
 time in, and do the slow things outside. Micro-steps are counted from the generation's start.
@@ -12,7 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
+from tokenloom_server.core.measures import WaitReason
 from tokenloom_server.core.state import digest_hex
 from tokenloom_server.errors import (
     AttemptUsed,
@@ -24,9 +27,33 @@ from tokenloom_server.errors import (
 )
 from tokenloom_server.order.batch_plans import BatchPlans
 from tokenloom_server.order.steps import StepGroup
-from tokenloom_server.run.delivery import Delivery, EndOfData
 from tokenloom_server.run.sizing import horizon_of
 from tokenloom_server.run.slots import Slot, Slots
+
+
+class Delivery(NamedTuple):
+    """Micro-steps [first, last) of a group for one rank; ``with_base`` when the stream lacks the group's base."""
+
+    group: StepGroup
+    first: int
+    last: int
+    with_base: bool
+
+
+class EndOfData(NamedTuple):
+    """No sample follows ``end_index``; ``reason`` says why, for people."""
+
+    end_index: int
+    reason: str
+    dropped_samples: int
+
+
+class Waiting(NamedTuple):
+    """Nothing to send within the time; what the run waits for, for people. Empty, and without a reason: for nothing."""
+
+    waiting_for: str = ""
+    reason: WaitReason | None = None
+
 
 #: Ranks that a message names, at most.
 _NAMED = 8

@@ -12,7 +12,7 @@ from tokenloom_server.errors import JoinRefused, ResumePointNeeded, SnapshotInva
 from tokenloom_server.ledger.commands import Adopt
 from tokenloom_server.ledger.records import Opening, StoredRun
 from tokenloom_server.order.batch_plans import BatchPlans
-from tokenloom_server.order.position_line import position_lines
+from tokenloom_server.order.notes import position_lines
 from tokenloom_server.order.segments import refuse_unfilled
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline

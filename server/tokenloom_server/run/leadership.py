@@ -24,7 +24,7 @@ from tokenloom_server.errors import (
 from tokenloom_server.ledger import refusals
 from tokenloom_server.ledger.commands import Acquire, Release, Renew
 from tokenloom_server.ledger.records import StoredRun
-from tokenloom_server.order.origin import Origin
+from tokenloom_server.order.segments import Origin
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.head import Head

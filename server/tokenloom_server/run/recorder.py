@@ -23,14 +23,12 @@ from tokenloom_server.reports.history import EventKind
 from tokenloom_server.reports.stats import NewestEvent, RunStats
 from tokenloom_server.run.coordinator import RunCoordinator
 from tokenloom_server.run.events import Look, Seen, compared, with_authors
-from tokenloom_server.run.history import Event, is_kept, point_text
+from tokenloom_server.run.history import EVERY_S, Event, is_kept, point_text
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.stats import StatsReader
 
 _log = logging.getLogger(__name__)
 
-#: Points and events are written at most this often, seconds.
-EVERY_S = 10.0
 #: The recorder wakes this often, seconds: to see whether the ledger can be reached, and points of a run's beginning.
 LOOK_S = 1.0
 #: So many points of a run may be nearer than ``EVERY_S`` to each other: a run may be short.

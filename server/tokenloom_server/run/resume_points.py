@@ -24,7 +24,7 @@ from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.replay import Replay
 from tokenloom_server.order.snapshot import ResumePoint
 from tokenloom_server.order.timeline import Timeline
-from tokenloom_server.planning.planner import Planner
+from tokenloom_server.planning.forecast import Planner
 from tokenloom_server.run.past import Past
 from tokenloom_server.run.pins import PinnedPoint
 from tokenloom_server.run.snapshots import Snapshots

@@ -26,7 +26,7 @@ from tokenloom_server.ledger.commands import DropRevisions, Revise
 from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import revision_content, snapshot
 from tokenloom_server.order.mixture_content import as_file, places
-from tokenloom_server.order.origin import Origin
+from tokenloom_server.order.segments import Origin
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.reports.stats import MixtureInfo, PhaseInfo, RevisionInfo
 from tokenloom_server.run.coordinator import RunCoordinator

@@ -9,14 +9,13 @@ from typing import NamedTuple
 from tokenloom_server import errors
 from tokenloom_server.ledger.commands import ClaimSlot
 from tokenloom_server.run.active_generation import ActiveGeneration
-from tokenloom_server.run.context import RunContext
-from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.context import Bell, RunContext
+from tokenloom_server.run.generation import Delivery, EndOfData, Waiting
 from tokenloom_server.run.head import Head
 from tokenloom_server.run.lease import Lease
 from tokenloom_server.run.present_generation import PresentGeneration
 from tokenloom_server.run.silent_ranks import SilentRanks
 from tokenloom_server.run.slot_claims import SlotClaims
-from tokenloom_server.run.wakes import Bell
 
 
 class Session(NamedTuple):

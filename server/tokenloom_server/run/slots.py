@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tokenloom_server.core.rank_state import RankState
+from tokenloom_server.core.measures import RankState
 
 #: What a rank waited is counted over one or two spans of a length: lately, and to tell whether one holds others up,
 #: which a checkpoint that one of them writes is not to look like. Seconds.

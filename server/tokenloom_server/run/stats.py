@@ -23,7 +23,7 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import CommittedState, Counters, StoredRevision
 from tokenloom_server.mixing.mixer import ALL_EXHAUSTED, target_shares
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.position_line import position_lines
+from tokenloom_server.order.notes import position_lines
 from tokenloom_server.reports.stats import (
     LedgerStats,
     PlannedRevision,
@@ -31,7 +31,7 @@ from tokenloom_server.reports.stats import (
     RunStats,
     SourceStats,
 )
-from tokenloom_server.run.delivery import EndOfData
+from tokenloom_server.run.generation import EndOfData
 from tokenloom_server.run.head import RecentCommit
 from tokenloom_server.run.losses import Losses
 from tokenloom_server.run.past import Past

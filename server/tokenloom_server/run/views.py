@@ -10,7 +10,7 @@ from tokenloom_server.errors import TokenloomError
 from tokenloom_server.ledger.records import CommittedState
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import GenerationView
-from tokenloom_server.run.delivery import Waiting
+from tokenloom_server.run.generation import Waiting
 from tokenloom_server.run.head import RecentCommit
 from tokenloom_server.run.lease import LeaseState
 from tokenloom_server.run.pins import PinnedPoint

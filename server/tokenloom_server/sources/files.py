@@ -20,8 +20,13 @@ from tokenloom_proto.threads import pool
 from tokenloom_server.config.catalog import Spec
 from tokenloom_server.errors import SourceChanged, SourceError, StorageError, TokenloomError, reason
 from tokenloom_server.sources.base import Shard
-from tokenloom_server.storage import pointers
-from tokenloom_server.storage.file import File, LocalFile
+from tokenloom_server.storage.file import (
+    POINTER_BYTES,
+    File,
+    LocalFile,
+    pointer_fault,
+    pointer_fault_at,
+)
 from tokenloom_server.storage.hub_repository import is_hub
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import REMEDY, Entry, RemoteFile, open_file, stat
@@ -136,7 +141,7 @@ def shards_of(spec: Spec, paths: Iterable[str], base_dir: Path) -> tuple[Shard, 
                 refuse_pointer(file)
                 return Shard(path, file.size, fingerprint_of(file))
         except OSError as error:
-            fault = pointers.fault_at(base_dir / path) or f"cannot be read ({reason(error)})"
+            fault = pointer_fault_at(base_dir / path) or f"cannot be read ({reason(error)})"
             raise SourceError(f"{name} {fault}") from None
 
     return tuple(in_threads(shard_of, paths))
@@ -147,7 +152,7 @@ def shard_at(spec: Spec, entry: Entry) -> Shard:
 
     Raises ``SourceError``.
     """
-    if entry.signature and entry.size > pointers.POINTER_BYTES:
+    if entry.signature and entry.size > POINTER_BYTES:
         return Shard(entry.path, entry.size, entry.signature)
     with open_file(entry.path, Path(), f"source {str(spec)!r}: {entry.path!r}") as file:
         refuse_pointer(file)
@@ -157,9 +162,7 @@ def shard_at(spec: Spec, entry: Entry) -> Shard:
 def refuse_pointer(file: File) -> None:
     """Raises ``SourceError`` for a file that only points to data, as Git has it in their place until they are asked
     for."""
-    if file.size <= pointers.POINTER_BYTES and (
-        fault := pointers.fault_of(bytes(file.read_at(0, file.size)))
-    ):
+    if file.size <= POINTER_BYTES and (fault := pointer_fault(bytes(file.read_at(0, file.size)))):
         raise SourceError(f"{file.name} {fault}")
 
 

@@ -22,8 +22,8 @@ from tokenloom_server.sources import files
 from tokenloom_server.sources.base import Content, Shard, Source
 from tokenloom_server.sources.locations import is_named, nearest_folder
 from tokenloom_server.sources.scheme import ReadRequest, Scheme
-from tokenloom_server.storage import listing, pointers
-from tokenloom_server.storage.file import File
+from tokenloom_server.storage import listing
+from tokenloom_server.storage.file import File, pointer_fault_at
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import Entry, open_file
 
@@ -123,7 +123,7 @@ class IndexedFolderScheme(Scheme):
             raise SourceError(
                 f"{where}: there is no {paths[0]!r}; give the folder that has the {INDEX}{seen}"
             )
-        if not spec.is_remote and (fault := pointers.fault_at(base_dir / paths[0])):
+        if not spec.is_remote and (fault := pointer_fault_at(base_dir / paths[0])):
             raise SourceError(f"{where}: {paths[0]!r} {fault}")
         with open_file(paths[0], base_dir, f"{where}: {paths[0]!r}", io_stats) as file:
             for forms in self._read_index(file).listed:

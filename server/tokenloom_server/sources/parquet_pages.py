@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from tokenloom_server.core.varint import varint
+from tokenloom_server.core.numbers import varint
 from tokenloom_server.storage.arrow_input import FileStream
 from tokenloom_server.storage.file import File
 

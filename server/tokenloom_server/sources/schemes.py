@@ -27,8 +27,8 @@ from tokenloom_server.sources.indexed_folder import (
 )
 from tokenloom_server.sources.locations import listed_names, matching_files, nearest_folder
 from tokenloom_server.sources.scheme import RAW_TYPES, IdScheme, ReadRequest, Scheme
-from tokenloom_server.storage import listing, pointers
-from tokenloom_server.storage.file import File
+from tokenloom_server.storage import listing
+from tokenloom_server.storage.file import File, pointer_fault_at
 from tokenloom_server.storage.io_stats import IoStats
 from tokenloom_server.storage.remote import Entry, open_file
 
@@ -162,7 +162,7 @@ class ArrowScheme(Scheme):
                 f"{where}: {str(folder)!r} holds a dataset for each split; name one of them: {choices or 'none found'}"
             )
         state = folder / STATE
-        if fault := pointers.fault_at(state):
+        if fault := pointer_fault_at(state):
             raise SourceError(f"{where}: {str(state)!r} {fault}")
         if state.is_file():
             names = _names_in_state(where, str(state), read_file(state))

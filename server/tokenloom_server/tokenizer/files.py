@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tokenloom_server.errors import TokenizerError
-from tokenloom_server.storage import pointers
+from tokenloom_server.storage.file import pointer_fault_at
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def tokenizer_file(name: str, base_dir: Path) -> Path:
         path = _cached(name, path)
     # A file of another name may stand beside files that are not its own.
     for file in map(path.with_name, FILES if path.name == TOKENIZER_FILE else (path.name,)):
-        if fault := pointers.fault_at(file):
+        if fault := pointer_fault_at(file):
             raise TokenizerError(f"tokenizer {name!r}: {file} {fault}")
     if path.exists():
         return path

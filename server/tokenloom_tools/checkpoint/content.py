@@ -15,7 +15,7 @@ from tokenloom_server.mixing.mixer import mixer_at
 from tokenloom_server.order import foreign_payload
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.foreign_checkpoint import resume_point
-from tokenloom_server.order.nested_state import as_resume_state, is_nested, listed
+from tokenloom_server.order.foreign_payload import as_resume_state, is_nested, listed
 from tokenloom_server.order.timeline import Timeline
 
 from tokenloom_tools.checkpoint.file import DataState

@@ -19,8 +19,8 @@ from tokenloom_proto.files import open_file, read_file
 from tokenloom_proto.resume import KEY, older_payload
 from tokenloom_proto.seal import CHECKSUM, canonical, unseal
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, reason
-from tokenloom_server.order.nested_state import is_nested
-from tokenloom_server.storage import pointers
+from tokenloom_server.order.foreign_payload import is_nested
+from tokenloom_server.storage.file import pointer_fault_at
 
 #: The first release of torch whose ``weights_only`` runs nothing that a file says.
 SAFE_TORCH = (2, 10)
@@ -76,7 +76,7 @@ def find(path: Path, inside: str | None = None) -> DataState:
 
 
 def _states(path: Path) -> Iterator[DataState]:
-    if fault := pointers.fault_at(path):
+    if fault := pointer_fault_at(path):
         raise SnapshotInvalid(f"{path} {fault}")
     if path.is_dir():
         yield from _of_folder(path)
@@ -136,7 +136,7 @@ def _of_folder(path: Path) -> Iterator[DataState]:
     """A checkpoint's folder: of ``torch.distributed.checkpoint``, whose own index is a pickle that only running it
     would read, or with files of any of the other kinds."""
     parts = sorted(path.glob("*.distcp"))
-    absent = [f"{part} {fault}" for part in parts if (fault := pointers.fault_at(part))]
+    absent = [f"{part} {fault}" for part in parts if (fault := pointer_fault_at(part))]
     states, refused = (
         [state for part in parts if part.exists() for state in _sealed_in(part)],
         list[str](),

@@ -5,46 +5,37 @@ from __future__ import annotations
 from tokenloom_tools.cli import (
     checkpoint,
     demo,
-    examples,
-    foreign,
-    fork,
     init,
     ledger,
     mixture,
     peek,
     plan,
     prepare,
-    restore,
     runs,
-    schema,
     serve,
-    stats,
     token,
     validate,
-    verify,
 )
-from tokenloom_tools.cli.command import add_command
-from tokenloom_tools.cli.config import SETTINGS
-from tokenloom_tools.cli.root import App
+from tokenloom_tools.cli.command import App, add_command
 
 app = App()
 # In the order of --help; the groups of commands come last.
-add_command(app, serve.serve, **SETTINGS)
+add_command(app, serve.serve, **serve.SETTINGS)
 add_command(app, init.init)
 add_command(app, validate.validate)
 add_command(app, plan.plan)
 add_command(app, prepare.prepare)
-add_command(app, stats.stats)
-add_command(app, verify.verify)
+add_command(app, runs.stats)
+add_command(app, runs.verify)
 add_command(app, peek.peek)
-add_command(app, restore.restore)
-add_command(app, fork.fork)
+add_command(app, runs.restore)
+add_command(app, runs.fork)
 add_command(app, runs.runs)
 add_command(app, checkpoint.checkpoint)
-add_command(app, foreign.import_seen, "import")
-add_command(app, schema.schema)
+add_command(app, checkpoint.import_seen, "import")
+add_command(app, init.schema)
 add_command(app, demo.demo)
-add_command(app, examples.examples)
+add_command(app, demo.examples)
 app.add_typer(mixture.app)
 app.add_typer(ledger.app)
 app.add_typer(token.app)

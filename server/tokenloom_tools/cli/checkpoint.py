@@ -1,16 +1,17 @@
-"""``tokenloom checkpoint``: what a checkpoint's file says of its data."""
+"""``tokenloom checkpoint``: what a checkpoint's file says of its data. ``tokenloom import``: what a job had read with
+another data loader, as the beginning of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from tokenloom_proto.files import resolved
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError
 
-from tokenloom_tools.cli.common import console, print_json
 from tokenloom_tools.cli.options import Inside
+from tokenloom_tools.cli.output import console, print_document, print_json
 
 if TYPE_CHECKING:
     from tokenloom_tools.checkpoint.content import Content
@@ -52,7 +53,7 @@ def checkpoint(
     from dataclasses import asdict
 
     from tokenloom_tools.checkpoint import report
-    from tokenloom_tools.checkpoint.difference import difference
+    from tokenloom_tools.checkpoint.report import difference
 
     content = _content(file, mixture, inside, measured=probabilities)
     if probabilities:
@@ -98,3 +99,38 @@ def _content(
                 f"{mixture}: its data are not measured: {error}", soft_wrap=True
             )
     return content
+
+
+def import_seen(
+    library: Annotated[
+        Literal["mosaic", "litdata"], typer.Argument(help="The library, which has to be installed.")
+    ],
+    state: Annotated[Path, typer.Argument(help="What its state_dict() gave, as JSON.")],
+    spec: Annotated[str, typer.Argument(help="The source, as the mixture file has it.")],
+    output: Annotated[
+        Path, typer.Option(help="The file of flags to write, .npy; seen.file in the mixture file.")
+    ],
+    argument: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE of the job's StreamingDataset, once for each that it had, such as shuffle=true."
+        ),
+    ] = None,
+) -> None:
+    """Continue another loader's epoch: write which rows it had read, and print the source for the mixture file. The
+    data are not read. Run it in the mixture file's folder."""
+    import yaml
+    from tokenloom_server.catalog import environment_catalog
+
+    from tokenloom_tools.moving import write_seen
+
+    arguments = {}
+    for text in argument or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--argument: found {text!r}; expected NAME=VALUE, such as shuffle=true"
+            )
+        arguments[name] = yaml.safe_load(value)
+    source = environment_catalog().sources.spec(spec)
+    print_document(write_seen(library, state, source, arguments, output))

@@ -1,4 +1,5 @@
-"""How a command is made of a function: its groups of options become options, and an error of ours ends it."""
+"""How a command is made of a function: its groups of options become options, and an error of ours ends it; and the
+command line that commands are added to."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cache, wraps
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from tokenloom_server.errors import ConfigError, TokenloomError, reason
 from typer.core import TyperCommand
 
-from tokenloom_tools.cli.common import fail
+from tokenloom_tools.cli.output import console, fail
 
 _Function = Callable[..., None]
 
@@ -115,3 +116,36 @@ def _parameters(called: Callable[..., Any]) -> list[inspect.Parameter]:
         parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(called).parameters.values()
     ]
+
+
+class App(typer.Typer):
+    """``tokenloom``, to which commands are added."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            name="tokenloom",
+            help="A data loader for language-model training: one server, one canonical order, exact elastic resume.",
+            no_args_is_help=True,
+            pretty_exceptions_enable=False,
+            context_settings={"help_option_names": ["-h", "--help"]},
+        )
+        self.callback()(_root)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        console().print(f"tokenloom {version('tokenloom')}")
+        raise typer.Exit
+
+
+def _root(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass

@@ -18,8 +18,7 @@ from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError, TokenloomError
 from tokenloom_server.storage.io_stats import given_up_soon
 
-from tokenloom_tools.cli.common import console, print_document, say
-from tokenloom_tools.cli.schema import schema_text
+from tokenloom_tools.cli.output import console, print_document, say
 
 if TYPE_CHECKING:
     from tokenloom_server.config.run import RunConfig
@@ -28,6 +27,24 @@ if TYPE_CHECKING:
     from tokenloom_server.sources.catalog import SourceCatalog
 
     from tokenloom_tools.survey import Candidate, Survey
+
+
+def schema_text() -> str:
+    """The JSON Schema of the mixture file, with the plugins that the environment allows."""
+    from tokenloom_server.catalog import environment_catalog
+    from tokenloom_server.config.mixture_file import mixture_schema
+
+    return json.dumps(mixture_schema(environment_catalog()), indent=1)
+
+
+def schema() -> None:
+    """Print the JSON Schema of the mixture file, with which editors complete it and find mistakes.
+
+    tokenloom schema > mixture.schema.json writes it; the first line of the mixture file is then
+    "# yaml-language-server: $schema=mixture.schema.json".
+    """
+    print_document(schema_text())
+
 
 #: Beside the mixture file, for editors.
 SCHEMA_FILE = "mixture.schema.json"
@@ -267,7 +284,7 @@ def _with_documents(
     """Sources of plain text with rows that are documents. Raises what keeps a run of them from beginning."""
     from tokenloom_server.order import builder
 
-    from tokenloom_tools.plan.contents import rows_of_text
+    from tokenloom_tools.scan import rows_of_text
 
     factory = builder.create(run_of(sources), base_dir, None)
     return {alias: sources[alias].with_column(column) for alias, column in rows_of_text(factory)}

@@ -13,7 +13,7 @@ import typer
 from tokenloom_server.errors import ConfigError, TokenloomError
 
 from tokenloom_tools.cli.command import command
-from tokenloom_tools.cli.common import console, say, set_up_logging
+from tokenloom_tools.cli.output import console, say, set_up_logging
 
 if TYPE_CHECKING:
     from tokenloom_server.ledger.base import Ledger
@@ -75,11 +75,11 @@ def back_up(
 
     The file is written whole or not at all. What a server keeps beside the ledger (its history) is not in it.
     """
-    from tokenloom_tools.ledger import backup as ledger_backup
+    from tokenloom_tools import ledger as runs_of
 
     with _ledger(ledger) as opened:
-        names = ledger_backup.run_names(opened, run)
-        ledger_backup.back_up(opened, _tracked(names), file)
+        names = runs_of.run_names(opened, run)
+        runs_of.back_up(opened, _tracked(names), file)
         say(f"{file}: {len(names)} run(s) of {opened.description}, {file.stat().st_size:,} bytes")
 
 
@@ -101,7 +101,7 @@ def restore_backup(
     Stop their servers before. All launches of before are over: start the servers, then the training jobs again from
     their last checkpoints, which may be newer than the backup. One without a checkpoint is refused, never guessed.
     """
-    from tokenloom_tools.ledger.backup import restore
+    from tokenloom_tools.ledger import restore
 
     with _ledger(ledger, must_exist=False) as opened:
         for contents in _tracked(restore(file, run, opened, replace=replace)):
@@ -125,8 +125,7 @@ def copy_ledger(
     The old ledger keeps them, and says to every server that asks where they are now. Then start the servers with
     --ledger TO: training goes on where it was. If this is interrupted, run it again.
     """
-    from tokenloom_tools.ledger.backup import run_names
-    from tokenloom_tools.ledger.copy import copy_run
+    from tokenloom_tools.ledger import copy_run, run_names
 
     with _ledger(source) as old, _ledger(target, must_exist=False) as new:
         if old.description == new.description:
@@ -145,8 +144,7 @@ def check_ledger(ledger: _Url, *, run: _Run = None) -> None:
     Checks counters against states, openings, journal, revisions, snapshots, keys or rows of no run, and whether the
     store may lose what it acknowledges. Data files are not read. A run that is served may be checked.
     """
-    from tokenloom_tools.ledger.backup import run_names
-    from tokenloom_tools.ledger.check import run_faults, store_faults
+    from tokenloom_tools.ledger import run_faults, run_names, store_faults
 
     with _ledger(ledger) as opened:
         faults = [*store_faults(opened)]

@@ -1,9 +1,12 @@
-"""``tokenloom mixture``: a run's mixture, looked at and changed while it trains."""
+"""``tokenloom mixture``: a run's mixture, looked at and changed while it trains, by revisions."""
 
 from __future__ import annotations
 
+import getpass
 import re
+import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +15,95 @@ import typer
 from tokenloom_server.errors import ConfigError
 
 from tokenloom_tools.cli.command import command
-from tokenloom_tools.cli.common import console, print_document, print_json
 from tokenloom_tools.cli.options import ControlAccess, ReadAccess, Url
-from tokenloom_tools.cli.revision import RevisionOptions
+from tokenloom_tools.cli.output import console, print_document, print_json
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionOptions:
+    """Why a revision is made, by whom, and from where on it holds."""
+
+    reason: Annotated[
+        str, typer.Option(help="Why, for whoever asks later; it stays in the ledger.")
+    ]
+    author: Annotated[
+        str | None, typer.Option(help="Who asks for it; the name of the user if not given.")
+    ] = None
+    sample_index: Annotated[
+        int | None,
+        typer.Option(
+            "--at",
+            min=0,
+            help="The first sample index under it; the first possible one if not given.",
+        ),
+    ] = None
+    total_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--at-tokens", help="From so many tokens of the run on instead, such as 2B or 1.5T."
+        ),
+    ] = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what it would change, and change nothing.")
+    ] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the revision as JSON.")] = False
+
+    def make(
+        self,
+        url: str,
+        access: ControlAccess,
+        change: dict[str, Any],
+        *,
+        run: str = "",
+        ask: bool = False,
+    ) -> None:
+        """Has the server make the ``change`` (a body as the route takes it), and prints the revision.
+
+        ``run``: where the address names none. ``ask``: only once somebody said yes to it. Raises ``ConfigError``, and
+        what the server answers.
+        """
+        from tokenloom_server.core.numbers import parse_amount
+
+        from tokenloom_tools.reports.terminal import print_revision
+
+        body = {
+            "reason": self.reason,
+            "author": user_name() if self.author is None else self.author,
+            **change,
+        }
+        if self.sample_index is not None:
+            body["sample_index"] = self.sample_index
+        if self.total_tokens is not None:
+            body["total_tokens"] = parse_amount(self.total_tokens, "--at-tokens")
+        server = access.connect(url)
+        name = server.only_run(run)
+        if self.dry_run or ask:
+            planned = server.revise(name, {**body, "dry_run": True})
+            if not self.as_json or ask:
+                print_revision(console(stderr=self.as_json), name, planned, "would hold")
+            if self.dry_run:
+                if self.as_json:
+                    print_json(planned.model_dump())
+                return
+            if not sys.stdin.isatty():
+                raise ConfigError(
+                    "whether to make this revision is asked first, and nobody is here to answer: --yes"
+                )
+            typer.confirm("Make this revision?", abort=True, err=self.as_json)
+        made = server.revise(name, body)
+        if self.as_json:
+            print_json(made.model_dump())
+        else:
+            print_revision(console(), name, made, "holds")
+
+
+def user_name() -> str:
+    """Who is at this command line; empty where the system has no name."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return ""  # a container may have no name for its user
+
 
 app = typer.Typer(
     name="mixture",
@@ -34,7 +123,7 @@ _FIELD = re.compile(r"[a-z_]+=")
 def _fields(texts: Iterable[str]) -> dict[str, Any]:
     """The fields of arguments FIELD=VALUE, with their values as a mixture file has them. Raises ``ConfigError``."""
     import yaml
-    from tokenloom_server.core.amounts import parse_amount
+    from tokenloom_server.core.numbers import parse_amount
 
     fields: dict[str, Any] = {}
     for text in texts:
@@ -62,7 +151,7 @@ def show(
     access: ReadAccess,
 ) -> None:
     """Show the mixture in force, what is paused and dropped, and all phases and revisions, those to come, too."""
-    from tokenloom_tools.reports import mixture_text
+    from tokenloom_tools.reports.terminal import mixture_yaml, print_mixture
 
     if as_json and as_yaml:
         raise ConfigError("give one of --json and --yaml")
@@ -71,9 +160,9 @@ def show(
     if as_json:
         print_json(info.model_dump())
     elif as_yaml:
-        print_document(mixture_text.as_yaml(info))
+        print_document(mixture_yaml(info))
     else:
-        mixture_text.print_mixture(console(), info)
+        print_mixture(console(), info)
 
 
 @command(app, "set")
@@ -208,7 +297,7 @@ def undo(
     access: ControlAccess,
 ) -> None:
     """Take back a revision, and all after it, none of which production has reached."""
-    from tokenloom_tools.reports.mixture_text import print_revision
+    from tokenloom_tools.reports.terminal import print_revision
 
     server = access.connect(url)
     name = server.only_run()

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tokenloom_server.config.data_roots import DataRoots
     from tokenloom_server.config.run import RunConfig
 
-    from tokenloom_tools.peek.servers import Servers
     from tokenloom_tools.remote import Remote
+    from tokenloom_tools.servers import Servers
 
 Url = Annotated[
     str,
@@ -112,7 +112,7 @@ class ReadAccess:
         return Remote(url, os.environ, token_file=file, control=self.control)
 
     def _grpc(self, address: Address) -> Servers:
-        from tokenloom_tools.peek.servers import Servers
+        from tokenloom_tools.servers import Servers
 
         return Servers(address, os.environ, token_file=self._token_file(address.targets))
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from tokenloom_server.errors import ConfigError
 
-from tokenloom_tools.cli.common import console, print_json, say, set_up_logging
 from tokenloom_tools.cli.options import ReadAccess, Url
+from tokenloom_tools.cli.output import console, print_json, say, set_up_logging
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tokenloom_tools.peek.stream import PeekView
+    from tokenloom_tools.peek import PeekView
     from tokenloom_tools.remote import Remote
-    from tokenloom_tools.reports.trace import TracedMicroStep, TracedSample
+    from tokenloom_tools.reports.documents import TracedMicroStep, TracedSample
 
 #: How many samples are shown, if that is not said.
 SHOWN = 8
@@ -164,7 +164,7 @@ def peek(
     if traced.wanted():
         if out is not None:
             raise ConfigError("--out writes samples, not their documents: leave out one of them")
-        from tokenloom_tools.reports.trace_text import print_trace
+        from tokenloom_tools.reports.terminal import print_trace
 
         server = access.connect(url)
         run = server.only_run()
@@ -177,9 +177,9 @@ def peek(
     if out is not None:
         _export(access, url, at or 0, samples, out, form or "megatron")
         return
-    from tokenloom_tools.peek import stream
+    from tokenloom_tools import peek as samples_of
 
-    view = stream.peek(access.servers(url), at, samples or SHOWN)
+    view = samples_of.peek(access.servers(url), at, samples or SHOWN)
     if as_json:
         for sample in view.samples:
             print_json(sample.document(view.decode))
@@ -200,9 +200,9 @@ def _export(
     form: Literal["megatron", "parquet"],
 ) -> None:
     """Writes a range as files that other tools read."""
-    from tokenloom_tools.cli.progress import Progress
+    from tokenloom_tools.cli.output import Progress
     from tokenloom_tools.export import export
-    from tokenloom_tools.peek.range import SampleRange
+    from tokenloom_tools.peek import SampleRange
 
     set_up_logging("warning")
     end = None if count is None else begin + count

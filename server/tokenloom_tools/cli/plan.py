@@ -11,8 +11,8 @@ import typer
 from tokenloom_server.errors import ConfigError, reason
 from tokenloom_server.storage.io_stats import waits_said
 
-from tokenloom_tools.cli.common import console, print_document, print_notes, set_up_logging
 from tokenloom_tools.cli.options import MixtureOptions, ReadAccess
+from tokenloom_tools.cli.output import console, print_document, print_notes, set_up_logging
 
 if TYPE_CHECKING:
     from tokenloom_server.planning.plan import RunPlan
@@ -52,7 +52,7 @@ def plan(
     Reads the sources' headers and a sample of their rows, so it takes seconds, whatever their size and however many
     tokens are planned. Beyond two million samples, drawn policies are planned at their mean.
     """
-    from tokenloom_server.core.amounts import parse_amount
+    from tokenloom_server.core.numbers import parse_amount
 
     set_up_logging("warning")
     until = None if tokens is None else parse_amount(tokens, "--tokens")
@@ -64,14 +64,14 @@ def plan(
     else:
         made, notes = _planned(mixture_options, Path(mixture) if mixture else None, until)
     if picture is not None and form is not None:
-        from tokenloom_tools.plan.picture import draw
+        from tokenloom_tools.reports.picture import draw
 
         _write(picture, draw(made, form))
     print_notes(console(stderr=as_json), notes)
     if as_json:
         print_document(made.model_dump_json(indent=2))
         return
-    from tokenloom_tools.plan.report import report
+    from tokenloom_tools.reports.terminal import report
 
     out = console()
     for part in report(made):
@@ -92,7 +92,7 @@ def _planned(
     from tokenloom_server.order import builder
     from tokenloom_server.order.notes import label_notes
     from tokenloom_server.order.timeline import Timeline
-    from tokenloom_server.planning.planner import Planner
+    from tokenloom_server.planning.forecast import Planner
 
     run_config, _, base_dir = options.load(mixture)
     with console(stderr=True).status("opening sources and tokeniser") as status:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from tokenloom_server.errors import ConfigError
 
-from tokenloom_tools.cli.common import console, say, set_up_logging
 from tokenloom_tools.cli.options import Mixture, MixtureOptions, amounts, local_cpus
+from tokenloom_tools.cli.output import console, say, set_up_logging
 
 if TYPE_CHECKING:
     from tokenloom_server.workers.transforms import Transform
@@ -188,7 +188,7 @@ def prepare(
     compares what it has with what is here: Tokenloom's version, the tokeniser, the files, --out. A task takes
     --ray-cpus, --ray-memory and what --ray-resource names, as a node was given it by `ray start --resources`.
     """
-    from tokenloom_tools.cli.progress import Progress
+    from tokenloom_tools.cli.output import Progress
     from tokenloom_tools.prepare.folder import Folder
     from tokenloom_tools.prepare.journal import refuse_others
     from tokenloom_tools.prepare.preparer import cannot_write

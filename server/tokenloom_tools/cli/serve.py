@@ -4,34 +4,149 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from tokenloom_proto.credentials import CONTROL_VARIABLE
+from tokenloom_proto.files import read_file, reason
 from tokenloom_proto.threads import Background
 from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError
 
-from tokenloom_tools.cli.command import add_command
-from tokenloom_tools.cli.common import LogFormat, logs_json, set_up_logging
-from tokenloom_tools.cli.config import SETTINGS, ConfigFile, show
+from tokenloom_tools.cli.command import App, add_command
 from tokenloom_tools.cli.options import DATA, MixtureOptions
-from tokenloom_tools.cli.root import App
+from tokenloom_tools.cli.output import LogFormat, logs_json, say, set_up_logging
 from tokenloom_tools.cli.token import MadeToken, make_token
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tokenloom_server.api.auth import Access
+    from tokenloom_server.api.rest.routes import Routes
     from tokenloom_server.api.server import ServeOptions
     from tokenloom_server.workers.cluster.readers.link import ReaderOptions
+
+
+#: Each option of a server may also be a variable: this, an underscore, and its name.
+PREFIX = "TOKENLOOM_SERVE"
+#: What click takes, so that it looks into the environment.
+SETTINGS = {"auto_envvar_prefix": PREFIX}
+#: Options that read variables of their own, which other commands read, too.
+OWN_VARIABLES = {
+    "data_root": ("TOKENLOOM_DATA_ROOTS",),
+    "allow_plugins": ("TOKENLOOM_ALLOW_PLUGINS",),
+    "allow_transforms": ("TOKENLOOM_ALLOW_TRANSFORMS",),
+    "cache": ("TOKENLOOM_CACHE",),
+    "cache_size": ("TOKENLOOM_CACHE_SIZE",),
+    "token_file": ("TOKENLOOM_TOKEN", "TOKENLOOM_TOKEN_FILE"),
+    "read_token_file": ("TOKENLOOM_READ_TOKEN", "TOKENLOOM_READ_TOKEN_FILE"),
+}
+_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/\s]+(?=@)|(ssl_password=)[^&\s\"]+")
+
+
+def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
+    """Makes a file's values the defaults of the other options. Raises ``typer.BadParameter``."""
+    if file is None:
+        return None
+    import yaml
+
+    try:
+        document = yaml.safe_load(read_file(file, 2**20)) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{file} cannot be read: {reason(error)}") from None
+    options = {
+        _key(option): option
+        for option in ctx.command.params
+        if option.name not in ("help", "config")
+    }
+    if not isinstance(document, dict):
+        raise typer.BadParameter(
+            f"{file}: found {type(document).__name__}; expected lines such as grpc: 127.0.0.1:0"
+        )
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        if key not in options:
+            near = "".join(
+                f"; did you mean {name}?" for name in get_close_matches(str(key), options, 1)
+            )
+            raise typer.BadParameter(
+                f"{file}: {key} is no option of a server{near} (tokenloom serve --settings)"
+            )
+        if (
+            value is None
+            or isinstance(value, dict)
+            or (isinstance(value, list) and not _is_list(options[key]))
+        ):
+            raise typer.BadParameter(
+                f"{file}: {key}: found {value!r}; expected a value as on the command line"
+            )
+        if _PASSWORD.search(str(value)):
+            raise typer.BadParameter(f"{file}: {key} holds a password; set it in the environment")
+        name = str(options[key].name)
+        if not any(os.environ.get(variable) for variable in OWN_VARIABLES.get(name, ())):
+            values[name] = (
+                [value] if _is_list(options[key]) and not isinstance(value, list) else value
+            )
+    ctx.default_map = values
+    return file
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A file with options."""
+
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A YAML file with options, by their names.",
+            envvar="TOKENLOOM_CONFIG",
+            is_eager=True,
+            callback=_read_config,
+            metavar="FILE",
+        ),
+    ] = None
+
+
+def show_settings(ctx: typer.Context) -> None:
+    """Prints the settings that are in force, as lines of such a file, and where each comes from."""
+    for option in ctx.command.params:
+        name, source = str(option.name), ctx.get_parameter_source(str(option.name))
+        if name in ("help", "settings") or source is None:
+            continue
+        value, origin = ctx.params[name], source.name.lower()
+        named = [option.envvar] if isinstance(option.envvar, str) else option.envvar or []
+        variables = (*named, f"{PREFIX}_{name.upper()}", *OWN_VARIABLES.get(name, ()))
+        variable = next((each for each in variables if os.environ.get(each)), None)
+        if origin == "default_map":
+            origin = str(ctx.params["config"])
+        elif origin in ("environment", "default") and variable is not None:
+            # One that click does not read is read by what uses the option.
+            value, origin = os.environ[variable] if origin == "default" else value, variable
+        shown = _PASSWORD.sub(r"\1\2…", json.dumps(value, default=str, ensure_ascii=False))
+        hidden = origin.endswith("_TOKEN")
+        say(f"{_key(option)}: {'(hidden)' if hidden else shown}  # {origin}")
+
+
+def _key(option: Any) -> str:
+    """The name of an option in the file, as on the command line; of the argument, its own."""
+    return next((name[2:] for name in option.opts if name.startswith("--")), str(option.name))
+
+
+def _is_list(option: Any) -> bool:
+    return bool(getattr(option, "multiple", False)) or option.nargs == -1
+
 
 #: ``tokenloom`` with this command alone.
 app = App()
@@ -366,8 +481,6 @@ class Command:
         from tokenloom_server.api.server import ServeOptions
         from tokenloom_server.run.timeouts import Timeouts
 
-        from tokenloom_tools.routes.catalog import tool_routes
-
         self.mixture_options.use_cache()
         mixture = self.mixture_options.short_form()
         if mixture is None and not self.mixtures and self.options.runs_dir is None:
@@ -397,6 +510,13 @@ class Command:
         )
 
 
+def tool_routes() -> Sequence[Routes]:
+    """The REST routes of tools; imports them."""
+    from tokenloom_tools.routes import ROUTES
+
+    return [ROUTES]
+
+
 def serve(
     ctx: typer.Context,
     *,
@@ -414,7 +534,7 @@ def serve(
     nothing else, and --settings prints them all. The command line wins over variables, and these over the file.
     """
     if settings:
-        show(ctx)
+        show_settings(ctx)
         return
     options, access, process = command.options, command.access, command.process
     set_up_logging(process.log_level, process.log_format)

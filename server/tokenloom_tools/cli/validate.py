@@ -9,8 +9,8 @@ import typer
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.storage.io_stats import given_up_soon, waits_said
 
-from tokenloom_tools.cli.common import console, print_document, print_notes, set_up_logging
 from tokenloom_tools.cli.options import PANEL, Mixture, MixtureOptions
+from tokenloom_tools.cli.output import console, print_document, print_notes, set_up_logging
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,7 +118,7 @@ def _scan(out: Console, run_config: RunConfig, base_dir: Path, roots: DataRoots)
     """Prints the bad rows of all files. Raises ``typer.Exit`` where there is one."""
     from tokenloom_server.order import builder
 
-    from tokenloom_tools.cli.progress import Progress
+    from tokenloom_tools.cli.output import Progress
     from tokenloom_tools.prepare.job import reading_once
     from tokenloom_tools.scan import scan
 
@@ -156,7 +156,7 @@ def _compare_all(out: Console, manifest: Manifest, base_dir: Path, *, record: bo
     from tokenloom_server.storage.file import checksum, write_whole
     from tokenloom_server.storage.urls import is_remote
 
-    from tokenloom_tools.cli.progress import Progress
+    from tokenloom_tools.cli.output import Progress
     from tokenloom_tools.prepare.preparer import DIGESTS
 
     path, digests = base_dir / DIGESTS, {}
@@ -202,7 +202,7 @@ def _sources(factory: PipelineFactory) -> Table:
     """The sources with their sizes and shares."""
     from tokenloom_server.mixing.mixer import target_shares
 
-    from tokenloom_tools.reports.tables import table
+    from tokenloom_tools.reports.terminal import table
 
     config, record = factory.config, factory.record
     kind = f"sequence length {config.sequence_length}, {config.packing}"

@@ -18,8 +18,7 @@ from tokenloom_tools.demo.corpus import Corpus
 from tokenloom_tools.demo.plan import RUN, Launch
 from tokenloom_tools.demo.proof import Disproved
 from tokenloom_tools.demo.receipts import Step
-from tokenloom_tools.reports.stats_text import sources_table
-from tokenloom_tools.reports.tables import table
+from tokenloom_tools.reports.terminal import sources_table, table
 
 #: Steps over which a loss is averaged: single batches of a small model scatter.
 AVERAGED_STEPS = 4

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tokenloom_server.reports.stats import RevisionInfo
 
-from tokenloom_tools.reports.receipt import GenerationReport, Range, RunReport, SourceReport
+from tokenloom_tools.reports.documents import GenerationReport, Range, RunReport, SourceReport
 
 
 def markdown(report: RunReport) -> str:

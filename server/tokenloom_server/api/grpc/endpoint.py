@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import stat
+import threading
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
 from functools import cache, partial
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -17,14 +24,111 @@ from tokenloom_proto.threads import pool
 from tokenloom_proto.versions import VERSION, version_of
 
 from tokenloom_server.api.auth import Access, Scope, Token
-from tokenloom_server.api.grpc.connections import close_connection
-from tokenloom_server.api.grpc.rings import Rings
 from tokenloom_server.api.grpc.rpc import Call, Rpc, details_of, metadata_of, read, shown
 from tokenloom_server.api.grpc.servicer import SERVICE, DataLoader
-from tokenloom_server.api.grpc.stream import BREAK_S, FINISH_S, NO_OPENING, ClientStream
+from tokenloom_server.api.grpc.stream import (
+    BREAK_S,
+    FINISH_S,
+    HEARTBEAT_S,
+    NO_OPENING,
+    ClientStream,
+)
 from tokenloom_server.api.service import Runs
 from tokenloom_server.errors import JoinRefused, ProtocolError, TokenloomError
 from tokenloom_server.run.sessions import Session
+
+
+def close_connection(address: str) -> None:
+    """``address``: of the client, as gRPC has it, such as ``ipv4:10.0.0.7:40312``. Where it is gone, does nothing."""
+    host, _, port = address.partition(":")[2].rpartition(":")
+    with suppress(ValueError):
+        peer = _plain(host.strip("[]")), int(port)
+        for descriptor in Path("/dev/fd").iterdir():
+            with suppress(OSError, ValueError):
+                _shut(int(descriptor.name), peer)
+
+
+def _shut(descriptor: int, peer: tuple[IPv4Address | IPv6Address, int]) -> None:
+    own = os.dup(descriptor)  # else another thread might close it, and the number be another file's
+    if not stat.S_ISSOCK(os.fstat(own).st_mode):
+        os.close(own)
+        return
+    with socket.socket(fileno=own) as connection:
+        host, port = connection.getpeername()[:2]
+        if (_plain(host), port) == peer:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _plain(host: str) -> IPv4Address | IPv6Address:
+    """An address, that of IPv4 where it is one within IPv6's."""
+    address = ip_address(host)
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+#: Bells that are answered before the loop looks what else there is: a call that comes, one of another kind.
+TURNS = 4
+
+
+class Bell(asyncio.Event):
+    """What is set where a stream may have something to say."""
+
+    #: Whether its turn comes anyway.
+    is_rung = False
+
+
+class Rings:
+    """Those of one loop, on which it is made."""
+
+    def __init__(self) -> None:
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._rung: deque[Bell] = deque()
+        self._is_answered = True
+        self._streams: dict[Bell, ClientStream] = {}
+        self._ticking = self._loop.create_task(self._tick())
+
+    @contextmanager
+    def bell(self, stream: ClientStream) -> Iterator[Bell]:
+        """A stream's, as long as that goes on."""
+        bell = Bell()
+        self._streams[bell] = stream
+        try:
+            yield bell
+        finally:
+            del self._streams[bell]
+
+    def ring(self, bell: Bell) -> None:
+        """Any thread may ring. However many bells ring, the loop is woken once: that costs a system call."""
+        if bell.is_rung:
+            return
+        bell.is_rung = True
+        self._rung.append(bell)
+        if self._is_answered:
+            self._is_answered = False
+            own = threading.get_ident() == self._thread
+            (self._loop.call_soon if own else self._loop.call_soon_threadsafe)(self._answer)
+
+    def close(self) -> None:
+        """Nobody rings any more."""
+        self._ticking.cancel()
+
+    def _answer(self) -> None:
+        self._is_answered = True
+        for _ in range(min(TURNS, len(self._rung))):
+            bell = self._rung.popleft()
+            bell.is_rung = False
+            bell.set()
+        if self._rung and self._is_answered:
+            self._is_answered = False
+            self._loop.call_soon(self._answer)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S / 4)
+            now = time.monotonic()
+            for bell, stream in self._streams.items():
+                if stream.is_due(now):
+                    bell.set()
+
 
 _T = TypeVar("_T")
 

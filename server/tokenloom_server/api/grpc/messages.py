@@ -9,13 +9,13 @@ import numpy.typing as npt
 from tokenloom_proto import dataloader_pb2 as wire
 from tokenloom_proto.delivered import Delivered, DeliveredBucket
 
+from tokenloom_server.core.numbers import varint
 from tokenloom_server.core.state import digest_hex
-from tokenloom_server.core.varint import varint
 from tokenloom_server.errors import Fenced
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.packing.samples import Sample
 from tokenloom_server.replay.evaluation import Slice
-from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData, Waiting
 
 _LENGTH_DELIMITED = 2
 _STEPS_KEY = bytes((wire.Batches.MICRO_STEPS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,))

@@ -6,15 +6,18 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import cache
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from tokenloom_proto import dataloader_pb2 as wire
+from tokenloom_proto.process import MAX_LENGTH
+from tokenloom_proto.seal import canonical
 from tokenloom_proto.versions import own_release, require_compatible
 
 from tokenloom_server.api import audit
 from tokenloom_server.api.auth import Access, Scope, Token
-from tokenloom_server.api.grpc import join
 from tokenloom_server.api.grpc.messages import encode_delivery, hand_over
 from tokenloom_server.api.grpc.rpc import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Call, Rpc, rpc
 from tokenloom_server.api.grpc.stream import (
@@ -26,9 +29,11 @@ from tokenloom_server.api.grpc.stream import (
 )
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.api.service import Runs
+from tokenloom_server.config.source import SourceConfig
 from tokenloom_server.config.stream import TRAIN
 from tokenloom_server.core import caller
 from tokenloom_server.core.caller import Caller
+from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import (
     ConfigError,
     Forbidden,
@@ -37,9 +42,158 @@ from tokenloom_server.errors import (
     TokenloomError,
     Unauthenticated,
 )
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.replay.evaluation import EvaluationCall
-from tokenloom_server.run.join_call import MAX_WORLD_SIZE
+from tokenloom_server.replay.peek import PeekCall
+from tokenloom_server.run.coordinator import RunCoordinator
+from tokenloom_server.run.join_call import MAX_WORLD_SIZE, JoinCall
 from tokenloom_server.run.losses import Report
+from tokenloom_server.run.sizing import batch_plans_of
+
+_Call = TypeVar("_Call", JoinCall, PeekCall, EvaluationCall, Report)
+_ID_TYPES = {1: wire.ID_TYPE_UINT8, 2: wire.ID_TYPE_UINT16, 4: wire.ID_TYPE_UINT32}
+
+
+def join_training(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
+    """A rank of a launch."""
+    call = call_of(
+        JoinCall,
+        request,
+        state=request.state_json,
+        process=request.process[:MAX_LENGTH],
+        batch_sizes=tuple((size.total_tokens, size.batch_size) for size in request.batch_sizes),
+        accumulate=request.accumulate or 1,
+    )
+    before = served.coordinator.view().generation
+    joined = served.join_handler.join(call)
+    opening, plans = joined.opening, batch_plans_of(joined.opening).plans
+    if call.rank == 0 and opening.generation != before.number:
+        opened = f"generation {opening.generation} with {opening.world_size} ranks"
+        opened += f" at sample {joined.start.sample_index}"
+        opened += ", taking over" if call.takeover else ""
+        audit.changed(
+            served,
+            f"opened {opened} (before: generation {before.number} with {len(before.ranks)} ranks)",
+            "launch",
+        )
+    return _response(
+        served.coordinator,
+        joined.uid,
+        joined.start,
+        opening.start_state,
+        opening.generation,
+        generation=opening.generation,
+        group_micro_steps=opening.group_micro_steps,
+        batch_size=opening.batch_size,
+        batch_plans=[
+            wire.BatchPlan(
+                begin_index=plan.start_index,
+                batch_size=plan.batch_size,
+                group_micro_steps=plan.group_micro_steps,
+            )
+            for plan in (plans if len(plans) > 1 else ())
+        ],
+        skips=served.coordinator.timeline.skips_from(joined.start),
+    )
+
+
+def join_peek(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
+    """A reader that takes no part in the run."""
+    if request.batch_sizes:
+        raise JoinRefused(
+            "a peek has micro-steps of one batch size, and a schedule was asked for: give batch_size a number"
+        )
+    generation, state = served.peeks.join(call_of(PeekCall, request, state=request.state_json))
+    batch_size = served.coordinator.order.config.global_batch_size or request.batch_size
+    return _response(
+        served.coordinator,
+        served.coordinator.uid,
+        state,
+        served.coordinator.timeline.encode(state),
+        generation,
+        group_micro_steps=served.coordinator.message_steps(batch_size),
+        batch_size=batch_size,
+    )
+
+
+def join_evaluation(served: ServedRun, request: wire.JoinRequest) -> wire.JoinResponse:
+    """A rank that evaluates on a stream beside training."""
+    kept, samples = served.evaluations.join(call_of(EvaluationCall, request))
+    return wire.JoinResponse(
+        **_layout(kept.factory),
+        run_uid=served.coordinator.uid,
+        start_digest=digest_hex(0),
+        sources=[
+            _named(source) for source in kept.factory.config.sources if source.presence != "dropped"
+        ],
+        group_micro_steps=served.coordinator.message_steps(request.batch_size),
+        server_epoch=served.coordinator.lease.epoch,
+        batch_size=request.batch_size,
+        stream_samples=samples,
+    )
+
+
+def call_of(kind: type[_Call], message: Message, **others: Any) -> _Call:
+    """A call of ``others``, and of what a message has under the names of its remaining fields."""
+    same = {
+        field.name: getattr(message, field.name)
+        for field in fields(kind)
+        if field.name not in others
+    }
+    return kind(**others, **same)
+
+
+def _response(
+    coordinator: RunCoordinator,
+    uid: str,
+    start: State,
+    start_state: str,
+    lineage: int,
+    **further: Any,
+) -> wire.JoinResponse:
+    """``lineage``: the generation that snapshots name."""
+    timeline = coordinator.timeline
+    factory = timeline.at(start.sample_index)
+    # Those that phases and revisions bring later, too: ids are never given twice.
+    sources = [
+        *factory.config.sources,
+        *timeline.segments[-1].config.sources[len(factory.config.sources) :],
+    ]
+    return wire.JoinResponse(
+        run_uid=uid,
+        start_index=start.sample_index,
+        start_digest=digest_hex(start.digest),
+        start_tokens=start.total_tokens,
+        sources=[_named(source) for source in sources],
+        snapshot_template=canonical(coordinator.template(uid, lineage)).encode(),
+        base=wire.Base(sample_index=start.sample_index, resume_state=start_state.encode()),
+        server_epoch=coordinator.lease.epoch,
+        global_batch_size=factory.config.global_batch_size or 0,
+        **_layout(factory),
+        **further,
+    )
+
+
+def _named(source: SourceConfig) -> wire.Source:
+    return wire.Source(id=source.id, spec=source.source, alias=source.name)
+
+
+def _layout(factory: PipelineFactory) -> dict[str, Any]:
+    """What a ``JoinResponse`` says of how samples travel."""
+    layout: dict[str, Any] = {
+        **factory.sample_form(),
+        "sample_lengths": factory.form.lengths,
+        "pads_left": factory.form.lengths and factory.form.padding == "left",
+        "loss_masks": factory.form.masked,
+        "mask_boundaries": factory.config.mask_boundaries,
+    }
+    if factory.config.batching is None:
+        layout["id_type"] = _ID_TYPES[factory.record.dtype.itemsize]
+        layout["labels"] = (
+            wire.LABELS_SHIFTED if factory.config.labels == "shifted" else wire.LABELS_SAME
+        )
+    return layout
+
 
 _log = logging.getLogger(__name__)
 
@@ -101,9 +255,9 @@ class DataLoader:
 
     def _join(self, request: wire.JoinRequest, call: Call) -> wire.JoinResponse:
         if _evaluates(request):
-            return join.evaluation(self._runs.get(request.run), request)
+            return join_evaluation(self._runs.get(request.run), request)
         if request.peek:
-            return join.peek(self._served(request.run, request.stream), request)
+            return join_peek(self._served(request.run, request.stream), request)
         self._require(Scope.TRAIN, call)
         if not request.rank and request.world_size > self._max_connections:
             # No error: behind a proxy ranks may share connections.
@@ -112,7 +266,7 @@ class DataLoader:
                 "none; raise its limit of open files (ulimit -n)",
                 request.run, request.world_size, self._max_connections,
             )  # fmt: skip
-        return join.training(self._served(request.run, request.stream), request)
+        return join_training(self._served(request.run, request.stream), request)
 
     # Training, but to peek and to evaluate.
     @rpc(Scope.READ, wire.StreamRequest, trains=True, streams=True)
@@ -204,7 +358,7 @@ class DataLoader:
             raise ConfigError(
                 f"sources: source_id {twice} is reported twice; report each once, over all ranks"
             )
-        report = join.call_of(
+        report = call_of(
             Report,
             request,
             sources=sources,
@@ -248,7 +402,7 @@ def _source(
     """What a stream sends."""
     uid, index, digest = opened.run_uid, opened.received_through, opened.received_digest
     if evaluates:
-        return served.evaluations.open(uid, join.call_of(EvaluationCall, opened), index, digest)
+        return served.evaluations.open(uid, call_of(EvaluationCall, opened), index, digest)
     if opened.peek:
         return call.until_end.enter_context(
             served.peeks.open(uid, index, opened.batch_size, digest)

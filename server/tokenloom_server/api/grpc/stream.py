@@ -15,7 +15,7 @@ from tokenloom_server.api.grpc.rpc import Call, Rpc
 from tokenloom_server.errors import JoinRefused
 from tokenloom_server.replay.evaluation import Slice
 from tokenloom_server.run.coordinator import RunCoordinator
-from tokenloom_server.run.delivery import Delivery, EndOfData, Waiting
+from tokenloom_server.run.generation import Delivery, EndOfData, Waiting
 from tokenloom_server.run.sessions import Session, Sessions
 
 #: A stream that has nothing to send says so this often, seconds.

@@ -16,12 +16,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from tokenloom_server.api.auth import OPEN_TO_ALL, Access, Scope
-from tokenloom_server.api.companions import Companions
 from tokenloom_server.api.metrics import create_registry
 from tokenloom_server.api.rest.guard import MAX_BODY_BYTES
 from tokenloom_server.api.rest.models import ErrorBody
 from tokenloom_server.api.rest.problems import quoted
 from tokenloom_server.api.run_folder import RunFolder
+from tokenloom_server.api.served_run import Companions
 from tokenloom_server.api.service import Runs
 from tokenloom_server.config.data_roots import DataRoots
 

@@ -13,7 +13,6 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tokenloom_server.api.rest.listener import MAX_CONNECTIONS
 from tokenloom_server.api.tls import NewestContext, Tls
 from tokenloom_server.errors import ConfigError
 
@@ -67,7 +66,7 @@ class _Connection(H11Protocol):
 class Http(uvicorn.Server):
     """Answers on sockets, in the thread that calls ``run``; outside the main thread it touches no signals."""
 
-    def __init__(self, app: ASGIApp, tls: Tls | None = None) -> None:
+    def __init__(self, app: ASGIApp, max_connections: int, tls: Tls | None) -> None:
         """Raises ``ConfigError`` where uvicorn is another than is known here."""
         if missing := [part for part in _PARTS if part not in vars(H11Protocol)]:
             raise ConfigError(
@@ -87,7 +86,7 @@ class Http(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 # Of requests, whose work may outlast their connections; these are bounded when they are accepted.
-                limit_concurrency=MAX_CONNECTIONS + 1,
+                limit_concurrency=max_connections + 1,
             )
         )
         if tls is not None:

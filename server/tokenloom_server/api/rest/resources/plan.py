@@ -13,7 +13,7 @@ from tokenloom_server.api.rest.models import RunName
 from tokenloom_server.api.rest.routes import MAX_PLANS, AppBackend, Backend, Routes
 from tokenloom_server.config.base import Document
 from tokenloom_server.config.mixture_change import MixtureChange, PlannedChange
-from tokenloom_server.core.amounts import parse_amount
+from tokenloom_server.core.numbers import parse_amount
 from tokenloom_server.errors import LimitExceeded
 from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.reports.stats import RevisionInfo

@@ -8,12 +8,18 @@ from fastapi import Body
 from pydantic import ConfigDict, Field
 
 from tokenloom_server.api.auth import Scope
-from tokenloom_server.api.bring_up import Reason
 from tokenloom_server.api.rest.models import Model, RunName
 from tokenloom_server.api.rest.routes import AppBackend, Routes
+from tokenloom_server.api.service import Reason
 from tokenloom_server.errors import ConfigError, TokenloomError
-from tokenloom_server.reports.runs import BrokenRun, ChangedRun, RunList
-from tokenloom_server.reports.stats import RunLosses, RunStats, RunSummary
+from tokenloom_server.reports.stats import (
+    BrokenRun,
+    ChangedRun,
+    RunList,
+    RunLosses,
+    RunStats,
+    RunSummary,
+)
 
 _ERRORS = (404, 409, 416, 500, 503)
 _NOT_KEPT = "After a restart it is served where the server is started with it."

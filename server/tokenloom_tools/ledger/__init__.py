@@ -1,1 +1,0 @@
-"""A ledger, copied, backed up and checked."""

@@ -1,1 +1,0 @@
-"""REST routes that an entry point hands to the server: plans, receipts, traces."""
