@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, advanced, mixture, order_of, reread
 from support.imports import import_into, state_of
+from support.mixing import node
 from support.nested_states import OldDataset, OldInterleaved, Shape, three_levels
 from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order.factory import PipelineFactory
@@ -20,13 +21,8 @@ LENGTHS = [sum(map(len, ROWS[spec])) for spec in SPECS]
 def tree(policy: str = "least_consumed", **source: Any) -> dict[str, Any]:
     """A mixture file with the tree of ``three_levels``; ``source``: more fields of each of its sources."""
     code, docs, prose, wiki = ({"source": spec, **source} for spec in SPECS)
-    inner = {"policy": policy, "alias": "inner", "children": [prose, wiki]}
-    return mixture(
-        mixture={
-            "policy": policy,
-            "children": [code, {"policy": policy, "alias": "rest", "children": [docs, inner]}],
-        }
-    )
+    inner = node(policy, prose, wiki, alias="inner")
+    return mixture(mixture=node(policy, code, node(policy, docs, inner, alias="rest")))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +139,9 @@ def test_what_does_not_say_where_to_go_on_is_refused(
 
 
 def test_a_shuffled_source_is_refused_and_one_that_was_not_read_is_not(folder: Path) -> None:
-    with pytest.raises(SnapshotInvalid, match="shuffle: rows"):
+    with pytest.raises(
+        SnapshotInvalid, match=r"row_offset are a place in file order, but .* shuffle: rows"
+    ):
         import_into(order_of(folder, tree(shuffle="rows")), loader().state())
     drawn = changed(1, 0, shuffle_seed=3, input_count=0)
     assert state_of(import_into(order_of(folder, tree()), drawn)).sources[1].rows == 0
