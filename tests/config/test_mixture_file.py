@@ -191,10 +191,10 @@ BAD = [
     ),
     (
         "streams",
-        {"a/b": {"mixture": {"policy": "weighted", "children": [{"source": CODE}]}}},
+        {"a/b": {"mixture": node("weighted", {"source": CODE})}},
         "1 to 64 letters (a to z)",
     ),
-    ("streams", {"v": {"mixture": {"policy": "weighted", "children": []}}}, "at least 1"),
+    ("streams", {"v": {"mixture": node("weighted")}}, "at least 1"),
 ]
 
 
@@ -333,10 +333,10 @@ def test_without_a_tokenizer_vocabulary_and_end_of_text_are_needed_and_must_agre
 
 
 def test_a_mixture_that_contains_itself_is_refused() -> None:
-    node: dict[str, Any] = {"policy": "weighted", "children": []}
-    node["children"].append(node)
+    root = node("weighted")
+    root["children"].append(root)
     with pytest.raises(ConfigError, match="cyclic"):
-        parsed(mixture(mixture=node))
+        parsed(mixture(mixture=root))
 
 
 @pytest.mark.parametrize(
@@ -460,7 +460,7 @@ FIM = {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
 
 def valid(source: dict[str, Any]) -> dict[str, Any]:
     """Streams of which one has a mixture of its own."""
-    return {"valid": {"mixture": {"policy": "weighted", "children": [source]}}}
+    return {"valid": {"mixture": node("weighted", source)}}
 
 
 SAME_ORDER: dict[str, Change] = {
@@ -576,7 +576,7 @@ OTHER_ORDER: dict[str, Change] = {
         "phases",
         [
             {"until_tokens": 1000},
-            {"mixture": {"policy": "weighted", "children": [{"source": "txt:a:text"}]}},
+            {"mixture": node("weighted", {"source": "txt:a:text"})},
         ],
     ),
     "a spec": put("mixture.children.0.source", "parquet:data/code-*.parquet:other"),
@@ -657,23 +657,19 @@ def test_the_digest_is_what_it_was() -> None:
         "seed": 7,
         "sequence_length": 8,
         "count": "real",
-        "mixture": {
-            "policy": "least_consumed",
-            "on_exhausted": "drop",
-            "children": [
-                {"weight": "2", "source": CODE, "epochs": "1"},
-                {"weight": "1", "source": DOCS, "epochs": "2"},
-                {
-                    "weight": "1.5",
-                    "policy": "weighted",
-                    "on_exhausted": "drop",
-                    "children": [
-                        {"weight": "0.3", "source": PROSE, "epochs": "1"},
-                        {"weight": "0.7", "source": "arrow:data/wiki:ids", "epochs": "1"},
-                    ],
-                },
-            ],
-        },
+        "mixture": node(
+            "least_consumed",
+            {"weight": "2", "source": CODE, "epochs": "1"},
+            {"weight": "1", "source": DOCS, "epochs": "2"},
+            node(
+                "weighted",
+                {"weight": "0.3", "source": PROSE, "epochs": "1"},
+                {"weight": "0.7", "source": "arrow:data/wiki:ids", "epochs": "1"},
+                weight="1.5",
+                on_exhausted="drop",
+            ),
+            on_exhausted="drop",
+        ),
     }
 
 
@@ -727,14 +723,12 @@ def test_a_batched_run_read_from_its_record_is_the_same() -> None:
         "seed": 7,
         "batching": {"bucket_by": "resolution"},
         "global_batch_size": 8,
-        "mixture": {
-            "policy": "weighted",
-            "on_exhausted": "drop",
-            "children": [
-                {"weight": "0.9", "source": "parquet:data/*.parquet:*", "epochs": "1"},
-                {"weight": "0.1", "source": "arrow:data/more:*", "epochs": "1"},
-            ],
-        },
+        "mixture": node(
+            "weighted",
+            {"weight": "0.9", "source": "parquet:data/*.parquet:*", "epochs": "1"},
+            {"weight": "0.1", "source": "arrow:data/more:*", "epochs": "1"},
+            on_exhausted="drop",
+        ),
     }
 
 

@@ -19,6 +19,7 @@ from support.corpora import (
     write_jsonl,
     write_parquet,
 )
+from support.mixing import node
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
@@ -68,7 +69,7 @@ def test_size_estimates_are_in_the_record_where_a_policy_needs_them_and_are_kept
 
 def test_states_hold_weights_only_where_a_policy_makes_them(folder: Path) -> None:
     root = under("balance_remaining")["mixture"]
-    root["children"] += [{"policy": "weighted", "children": [root["children"].pop()]}]
+    root["children"] += [node("weighted", root["children"].pop())]
     order = order_of(folder, mixture(mixture=root))
     nodes = json.loads(encode_state(order, advanced(order, order.initial(), 100)))["nodes"]
     assert [{len(child) for child in children} for children in nodes] == [{6}, {4}]
@@ -105,10 +106,7 @@ def test_an_empty_source_is_refused_at_start_by_name(
     write_parquet(tmp_path / "full.parquet", [[1, 2, 3]])
     spec = f"{scheme}:empty.{scheme}:ids"
     document = mixture(
-        mixture={
-            "policy": "least_consumed",
-            "children": [{"source": "parquet:full.parquet:ids"}, {"source": spec}],
-        }
+        mixture=node("least_consumed", {"source": "parquet:full.parquet:ids"}, {"source": spec})
     )
     with pytest.raises(SourceError, match=f"source '{spec}' has no rows: its 1 files"):
         order_of(tmp_path, document)

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from support import corpora
 from support.corpora import advanced, reread
+from support.mixing import node
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.mixture_change import Addition, MixtureChange
 from tokenloom_server.core.state import State
@@ -70,7 +71,7 @@ def order_of(
     for i, (shape, count) in enumerate(zip(shapes, rows, strict=True)):
         write(folder / f"{i}.parquet", lengths(shape, count, seed + i))
         children.append({"source": f"parquet:{i}.parquet:ids", "alias": shape, **of})
-    mixture = {"policy": policy, "children": children}
+    mixture = node(policy, *children)
     return corpora.order_of(
         folder, corpora.mixture(mixture=mixture, sequence_length=LENGTH, seed=seed)
     )
@@ -169,7 +170,7 @@ def test_shuffled_sources_end_together(tmp_path: Path, shuffle: str) -> None:
         for shard, part in enumerate(np.array_split(lengths(shape, 9_000, 1), 5)):
             write(tmp_path / f"{i}-{shard}.parquet", part, group=100)
         children.append({"source": f"parquet:{i}-*.parquet:ids", "shuffle": shuffle, "epochs": 2})
-    mixture = {"policy": "balance_remaining", "children": children}
+    mixture = node("balance_remaining", *children)
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=mixture, sequence_length=LENGTH))
     strata = [len(estimate.rows) - 1 for estimate in order.record.size_estimates.values()]
     # Of shuffled files the curve is in the order of the last epoch; a shuffle of rows mixes them.
@@ -196,7 +197,7 @@ def test_much_text_is_measured_all_over_a_file(
             tmp_path / f"{i}.jsonl", ["x" * length for length in lengths(shape, 20_000, 1).tolist()]
         )
         children.append({"source": f"jsonl:{i}.jsonl:text"})
-    mixture = {"policy": "balance_remaining", "children": children}
+    mixture = node("balance_remaining", *children)
     document = corpora.mixture(mixture=mixture, sequence_length=LENGTH)
     order = builder.create(corpora.parsed(document), tmp_path, tmp_path / "index")
     assert not list((tmp_path / "index").glob("lines-*"))
@@ -306,14 +307,11 @@ def test_what_a_later_phase_goes_by_is_measured_once_too(
     for i, shape in enumerate(("rising", "falling", "flat")):
         write(tmp_path / f"{i}.parquet", lengths(shape, 3000, i))
         children[shape] = {"source": f"parquet:{i}.parquet:ids", "alias": shape}
-    later = {"policy": "balance_remaining", "children": [children["rising"], children["falling"]]}
+    later = node("balance_remaining", children["rising"], children["falling"])
     order = corpora.order_of(
         tmp_path,
         corpora.mixture(
-            mixture={
-                "policy": "least_consumed",
-                "children": [children[shape] for shape in begins_with],
-            },
+            mixture=node("least_consumed", *(children[shape] for shape in begins_with)),
             phases=[{"until_tokens": 16_000}, {"mixture": later}],
             sequence_length=LENGTH,
         ),

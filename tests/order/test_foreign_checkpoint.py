@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, advanced, flat, mixture, order_of
 from support.imports import import_entries, import_into, state_of
+from support.mixing import node
 from tokenloom_proto.seal import seal
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import MAX_COUNTER, FileCursor, SourceState, State
@@ -315,10 +316,8 @@ def test_what_is_left_follows_from_the_rows_where_no_tokens_are_said(
 
 
 def test_what_is_not_said_counts_as_nothing_for_balances_whatever_is_left(folder: Path) -> None:
-    inner = {"policy": "soft_sequential", "children": [{"source": DOCS}, {"source": WIKI}]}
-    order = order_of(
-        folder, mixture(mixture={"policy": "least_consumed", "children": [{"source": CODE}, inner]})
-    )
+    inner = node("soft_sequential", {"source": DOCS}, {"source": WIKI})
+    order = order_of(folder, mixture(mixture=node("least_consumed", {"source": CODE}, inner)))
     state = state_of(
         import_entries(order, entry(CODE, 3), entry(DOCS, 8), wiki(order, row_offset=2))
     )

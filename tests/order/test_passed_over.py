@@ -10,6 +10,7 @@ import pytest
 from support import features
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat, mixture, order_of, write_corpus
 from support.digest import digest_after
+from support.mixing import node
 from support.timelines import revised, skipping
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import BeyondHorizon, ConfigError, SnapshotInvalid
@@ -69,7 +70,7 @@ _DRAWN = [
     {"source": DOCS, "epochs": 2.4, "lanes": 2},
     {"source": PROSE, "shuffle": "shards", "epochs": 2},
 ]
-LANES = mixture(mixture={"policy": "weighted", "children": _DRAWN})
+LANES = mixture(mixture=node("weighted", *_DRAWN))
 CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
     "nested": (mixture(), 1),
     "in turn, shifted": (
@@ -153,7 +154,7 @@ def test_a_skip_goes_by_the_config_at_its_sample_across_phases_revisions_and_end
 ) -> None:
     phases = [
         {"until_tokens": 200},
-        {"mixture": {"policy": "sequential", "children": [{"source": WIKI}]}},
+        {"mixture": node("sequential", {"source": WIKI})},
     ]
     phased, plain = Timeline(order_of(folder, mixture(phases=phases))), Timeline(order_of(folder))
     whole, _ = given(plain)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, advanced, flat, order_of
 from support.imports import import_entries, import_into, state_of
+from support.mixing import node
 from support.timelines import revised
 from tokenloom_server.core.state import FileCursor, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
@@ -64,7 +65,7 @@ def test_a_preserved_spec_that_is_added_goes_on_where_it_stood(
     change: dict[str, Any] = {"add": [{"child": ADDED}]}
     if whole:
         children = [{"source": DOCS, "epochs": "inf"}, {"source": PROSE, "epochs": "inf"}, ADDED]
-        change = {"mixture": {"policy": "least_consumed", "children": children}}
+        change = {"mixture": node("least_consumed", *children)}
     timeline = revised(plain, index, state=start, **change)
     assert specs_of(timeline, at(timeline, start, index - 1)) == [DOCS, PROSE, CODE, "gone:a:b"]
     after = at(timeline, start, index)
@@ -171,7 +172,7 @@ def test_two_revisions_at_one_sample_both_hold(plain: Timeline) -> None:
 
 def test_a_phase_that_has_it_goes_on_with_it(folder: Path) -> None:
     child = {"source": CODE, "epochs": 4}
-    later = {"policy": "least_consumed", "children": [{"source": DOCS, "epochs": "inf"}, child]}
+    later = node("least_consumed", {"source": DOCS, "epochs": "inf"}, child)
     document = flat(
         [DOCS, PROSE], phases=[{"until_tokens": 900}, {"mixture": later}], last_micro_step="pad"
     )

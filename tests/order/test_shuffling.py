@@ -22,6 +22,7 @@ from support.corpora import (
     write_corpus,
     write_parquet,
 )
+from support.mixing import node
 from support.timelines import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import State, digest_hex
@@ -60,7 +61,7 @@ def shuffled(**fields: Any) -> dict[str, Any]:
         {"source": PROSE, "shuffle": "shards", "epochs": 2},
         {"source": WIKI, "shuffle": "rows", "lanes": 3, "epochs": 2},
     ]
-    return mixture(mixture={"policy": "weighted", "children": children}, **fields)
+    return mixture(mixture=node("weighted", *children), **fields)
 
 
 def states(timeline: Timeline) -> list[State]:
@@ -245,9 +246,7 @@ def test_the_part_of_an_epoch_that_lanes_share_cannot_become_another(
 ) -> None:
     def order(epochs: float, lanes: int = 3, run: str = "test") -> PipelineFactory:
         children = [{"source": CODE, "alias": "code", "lanes": lanes, "epochs": epochs}]
-        return order_of(
-            folder, mixture(run=run, mixture={"policy": "sequential", "children": children})
-        )
+        return order_of(folder, mixture(run=run, mixture=node("sequential", *children)))
 
     # Each lane would go on in a part that is not its own: over rows that another gave.
     says = f"code: epochs is {epochs:g} and would be {other:g}, but its 3 lanes share the rows of an epoch"
@@ -287,7 +286,7 @@ def test_a_long_document_is_spread_over_the_samples_of_all_lanes(tmp_path: Path)
     rows[30] = [1] * 800
     write_parquet(tmp_path / "long.parquet", rows, group=10)
     source = {"source": "parquet:long.parquet:ids", "lanes": 4}
-    order = order_of(tmp_path, mixture(mixture={"policy": "sequential", "children": [source]}))
+    order = order_of(tmp_path, mixture(mixture=node("sequential", source)))
     pipeline = order.pipeline(order.initial())
     group = pipeline.begin_group(
         BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=9000)

@@ -20,6 +20,7 @@ from support.corpora import (
     write_corpus,
     write_parquet,
 )
+from support.mixing import node
 from support.timelines import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.order_fields import differences, refuse
@@ -98,10 +99,7 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
             {"until_tokens": 200, "sequence_length": 16},
             {
                 "sequence_length": 4,
-                "mixture": {
-                    "policy": "weighted",
-                    "children": [{"source": DOCS}, {"source": EXTRA}],
-                },
+                "mixture": node("weighted", {"source": DOCS}, {"source": EXTRA}),
             },
         ],
     )
@@ -176,7 +174,7 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
             r"cannot be looked up \(File name too long\)",
         ),
         (
-            {"mixture": {"policy": "weighted", "children": [CHILD]}, "drop": ["code"]},
+            {"mixture": node("weighted", CHILD), "drop": ["code"]},
             "so set, add and drop must be left",
         ),
         (
@@ -186,9 +184,9 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
         ({"append_files": ["docs"]}, "'docs' has no file that the run does not read already"),
         ({"set": [{"child": "code", "weight": 2}]}, "this changes nothing"),
         ({}, "this changes nothing"),
-        ({"mixture": {"policy": "weighted", "children": []}}, "mixture"),
+        ({"mixture": node("weighted")}, "mixture"),
         (
-            {"mixture": {"policy": "weighted", "children": [{"source": CODE, "add_bos": True}]}},
+            {"mixture": node("weighted", {"source": CODE, "add_bos": True})},
             "add_bos is not given",
         ),
     ],
@@ -205,9 +203,7 @@ def test_files_that_are_appended_come_behind_the_others_and_wake_their_source(
 ) -> None:
     folder = write_corpus(tmp_path)
     children = [{"source": CODE, "alias": "code", "weight": 9}, {"source": WIKI, "alias": "wiki"}]
-    timeline = Timeline(
-        order_of(folder, mixture(mixture={"policy": "least_consumed", "children": children}))
-    )
+    timeline = Timeline(order_of(folder, mixture(mixture=node("least_consumed", *children))))
     write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
     out = next(
         at
@@ -240,15 +236,9 @@ def test_a_phase_in_which_a_revision_begins_is_told_apart(folder: Path) -> None:
 def test_a_node_that_a_source_leaves_keeps_its_turn(folder: Path) -> None:
     children = [
         {"source": CODE, "alias": "code"},
-        {
-            "policy": "round_robin",
-            "alias": "inner",
-            "children": [{"source": PROSE}, {"source": DOCS, "alias": "docs"}],
-        },
+        node("round_robin", {"source": PROSE}, {"source": DOCS, "alias": "docs"}, alias="inner"),
     ]
-    timeline = Timeline(
-        order_of(folder, mixture(mixture={"policy": "round_robin", "children": children}))
-    )
+    timeline = Timeline(order_of(folder, mixture(mixture=node("round_robin", *children))))
     timeline = revised(timeline, 20, drop=["docs"])
     timeline = revised(timeline, 20, add=[{"child": {"source": DOCS, "alias": "docs"}}])
     states = walked(timeline, 60)
@@ -295,7 +285,7 @@ def test_another_mixture_in_the_last_phase_does_not_move_the_end_of_the_run(fold
     timeline = Timeline(
         order_of(folder, mixture(phases=[{"until_tokens": 160}, {"until_tokens": 400}]))
     )
-    root = {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}
+    root = node("weighted", {"source": WIKI}, {"source": CODE, "alias": "code"})
     for given, ends in ((root, 400), (root | {"max_tokens": 320}, 320)):
         changed = revised(timeline, 30, mixture=given)
         assert [
@@ -350,16 +340,12 @@ def test_what_left_with_its_node_comes_back_where_it_stood(folder: Path) -> None
     with pytest.raises(ConfigError, match=r"set\.0\.child: the mixture has no 'parquet|txt"):
         revised(gone, 21, set=[{"child": PROSE, "weight": 3}])
     alone = revised(gone, 30, add=[{"child": {"source": WIKI}}])
-    both = {
-        "policy": "round_robin",
-        "alias": "rest",
-        "children": [{"source": WIKI}, {"source": PROSE}],
-    }
-    node = revised(gone, 30, add=[{"child": both}])
-    assert [node.alias for node in node.at(30).config.nodes] == [None, "rest"], (
+    both = node("round_robin", {"source": WIKI}, {"source": PROSE}, alias="rest")
+    whole = revised(gone, 30, add=[{"child": both}])
+    assert [each.alias for each in whole.at(30).config.nodes] == [None, "rest"], (
         "the old node is of nothing any more"
     )
-    for timeline, sources in ((alone, (WIKI,)), (node, (WIKI, PROSE))):
+    for timeline, sources in ((alone, (WIKI,)), (whole, (WIKI, PROSE))):
         pipeline = timeline.pipeline(timeline.initial())
         pipeline.advance(20)
         left = pipeline.state()
@@ -386,7 +372,7 @@ def test_a_change_that_a_phase_ends_says_so(folder: Path) -> None:
     phases = [
         {"until_tokens": 160},
         {"until_tokens": 240},
-        {"mixture": {"policy": "weighted", "children": [CHILD]}},
+        {"mixture": node("weighted", CHILD)},
     ]
     timeline = Timeline(order_of(folder, mixture(phases=phases)))
     for at, told in ((5, True), (29, True), (30, False)):
@@ -408,7 +394,7 @@ def test_a_state_tells_what_is_still_to_come(folder: Path) -> None:
 
 
 def test_what_a_revision_dropped_stays_dropped_in_a_phase_that_has_it(folder: Path) -> None:
-    both = {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}
+    both = node("weighted", {"source": WIKI}, {"source": CODE, "alias": "code"})
     document = mixture(
         mixture=both,
         phases=[{"until_tokens": 160}, {"mixture": {**both, "policy": "least_consumed"}}],
@@ -420,7 +406,7 @@ def test_what_a_revision_dropped_stays_dropped_in_a_phase_that_has_it(folder: Pa
     assert [source.presence for source in again.at(30).config.sources] == ["live", "live"]
     # One that an earlier phase just does not have comes with the phase that has it.
     one = mixture(
-        mixture={"policy": "weighted", "children": [{"source": WIKI}]},
+        mixture=node("weighted", {"source": WIKI}),
         phases=[{"until_tokens": 80}, {"mixture": both}],
     )
     assert [
@@ -442,7 +428,7 @@ def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as
     document = mixture(
         packing="best_fit",
         sequence_length=32,
-        mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code"}]},
+        mixture=node("sequential", {"source": CODE, "alias": "code"}),
     )
     plain = Timeline(order_of(folder, document))
     given = {}
@@ -468,7 +454,7 @@ def test_files_that_are_appended_to_a_packed_source_repeat_and_lose_nothing(tmp_
     document = mixture(
         packing="best_fit",
         sequence_length=16,
-        mixture={"policy": "sequential", "children": children},
+        mixture=node("sequential", *children),
     )
     order = order_of(folder, document)
     write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
@@ -486,7 +472,7 @@ def test_a_part_of_an_epoch_of_packed_windows_cannot_become_another(
     folder: Path, epochs: float, other: float
 ) -> None:
     children = [{"source": CODE, "alias": "code", "epochs": epochs}]
-    document = mixture(packing="best_fit", mixture={"policy": "sequential", "children": children})
+    document = mixture(packing="best_fit", mixture=node("sequential", *children))
     says = f"code: epochs is {epochs:g} and would be {other:g}, but with packing: best_fit"
     with pytest.raises(ConfigError, match=says):
         revised(Timeline(order_of(folder, document)), 5, set=[{"child": "code", "epochs": other}])
@@ -498,7 +484,7 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
         last_micro_step="pad",
         sequence_length=16,
         phases=[{"until_tokens": 160}, {"sequence_length": 64}],
-        mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code"}]},
+        mixture=node("sequential", {"source": CODE, "alias": "code"}),
     )
     timeline = Timeline(order_of(folder, document))
     states = walked(timeline)
@@ -529,7 +515,7 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
             "began without a source that has",
         ),
         (
-            {"mixture": {"policy": "weighted", "children": [CHILD], "packing": "none"}},
+            {"mixture": node("weighted", CHILD, packing="none")},
             "packing: unknown key",
         ),
     ],

@@ -23,6 +23,7 @@ from support.features import (
     write_arrow,
     write_features,
 )
+from support.mixing import node
 from support.timelines import revised
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, SourceError
@@ -95,13 +96,9 @@ def mixture(policy: str, nested: bool) -> dict[str, Any]:
     weights = {"numbers": {"weight": 2}, "points": {"weight": [[0, 1], [40, 3]]}, "nothing": {}}
     first: dict[str, Any] = {"source": LATENTS, "epochs": 2, **weights[policies()[policy].takes]}
     second: dict[str, Any] = {"source": MORE}
-    node = {"policy": policy, "children": [first, second]}
     if not nested:
-        return node
-    return {
-        "policy": "weighted",
-        "children": [{**node, "children": [first]}, {"source": MORE, "weight": 0.5}],
-    }
+        return node(policy, first, second)
+    return node("weighted", node(policy, first), {"source": MORE, "weight": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -220,7 +217,7 @@ def test_shuffled_runs_resume_at_every_step_with_the_same_rows_as_unshuffled_one
         else {"shuffle": "rows", "shuffle_window_rows": window}
     )
     children = [{"source": LATENTS, "epochs": 2, **shuffled}, {"source": MORE, **shuffled}]
-    order = order_of(folder, document(mixture={"policy": "round_robin", "children": children}))
+    order = order_of(folder, document(mixture=node("round_robin", *children)))
     whole = list(steps(order.pipeline(order.initial())))
     plain = order_of(folder, document())
     assert len(whole) == len(list(steps(plain.pipeline(plain.initial()))))
@@ -281,7 +278,7 @@ def test_a_source_without_a_full_batch_drops_out_and_the_rest_goes_on(tmp_path: 
     write_arrow(tmp_path / "few", latents(2, 7))
     write_arrow(tmp_path / "long", latents(60, 8))
     children = [{"source": "arrow:few:*"}, {"source": "arrow:long:*"}]
-    order = order_of(tmp_path, document(mixture={"policy": "weighted", "children": children}))
+    order = order_of(tmp_path, document(mixture=node("weighted", *children)))
     whole = list(steps(order.pipeline(order.initial())))
     assert {step.source for step in whole} == {1}
     assert whole[-1].after.sources[0].exhausted
@@ -304,15 +301,10 @@ def test_limits_and_phases_end_with_a_whole_batch(folder: Path) -> None:
     order = order_of(
         folder,
         document(
-            mixture={"policy": "round_robin", "children": children},
+            mixture=node("round_robin", *children),
             phases=[
                 {"until_tokens": 17},
-                {
-                    "mixture": {
-                        "policy": "sequential",
-                        "children": [{"source": MORE, "max_tokens": 27}],
-                    }
-                },
+                {"mixture": node("sequential", {"source": MORE, "max_tokens": 27})},
             ],
         ),
     )
@@ -364,7 +356,7 @@ def test_rows_in_an_object_store_come_in_the_same_order(folder: Path, tmp_path: 
         {"source": "parquet:memory://buckets/latents/*.parquet:*", "weight": 2, "epochs": 2},
         {"source": "arrow:memory://buckets/more:*"},
     ]
-    order = order_of(tmp_path, document(mixture={"policy": "least_consumed", "children": children}))
+    order = order_of(tmp_path, document(mixture=node("least_consumed", *children)))
     whole = list(steps(order.pipeline(order.initial())))
     assert digest_hex(whole[-1].after.digest) == GOLDEN_DIGEST
 
@@ -379,7 +371,7 @@ def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_bucket
             {"source": LATENTS, "alias": "latents", "epochs": 2},
             {"source": MORE, "alias": "more"},
         ]
-        order = order_of(tmp_path, document(mixture={"policy": policy, "children": children}))
+        order = order_of(tmp_path, document(mixture=node(policy, *children)))
         timeline = Timeline(order)
         revised_course = revised(
             timeline, 8, add=[{"child": {"source": "arrow:late:*", "alias": "late"}}]
@@ -412,7 +404,7 @@ def by_length(folder: Path, **batching: Any) -> PipelineFactory:
         document(
             batching={"bucket_by": "length(audio)", **batching},
             global_batch_size=4,
-            mixture={"policy": "sequential", "children": [{"source": "arrow:audio:*"}]},
+            mixture=node("sequential", {"source": "arrow:audio:*"}),
         ),
     )
 
@@ -487,9 +479,7 @@ def test_a_row_of_another_shape_or_length_is_named(tmp_path: Path) -> None:
 
 
 def of_more(folder: Path, **fields: Any) -> PipelineFactory:
-    return order_of(
-        folder, document(mixture={"policy": "sequential", "children": [{"source": MORE}]}, **fields)
-    )
+    return order_of(folder, document(mixture=node("sequential", {"source": MORE}), **fields))
 
 
 def test_what_names_no_bucket_is_refused_with_the_file_and_the_row(tmp_path: Path) -> None:

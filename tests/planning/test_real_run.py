@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import corpora
 from support.corpora import advanced
+from support.mixing import node
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.mixture_change import MixtureChange, Setting
 from tokenloom_server.config.node import NodeConfig
@@ -96,10 +97,10 @@ def random_node(
             child["weight"] = [[at, round(rng.uniform(0.2, 4), 3)] for at in points]
         children.append(child)
         count -= below
-    node: dict[str, Any] = {"policy": policy, "children": children}
+    found = node(policy, *children)
     if policy == "schedule":
-        node["interpolate"] = rng.choice(["linear", "step"])
-    return node | {"on_exhausted": "stop" if may_stop and rng.random() < 0.1 else "drop"}
+        found["interpolate"] = rng.choice(["linear", "step"])
+    return found | {"on_exhausted": "stop" if may_stop and rng.random() < 0.1 else "drop"}
 
 
 def order_of(folder: Path, root: dict[str, Any], seed: int) -> PipelineFactory:
@@ -201,7 +202,7 @@ def trends(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("policy", DETERMINISTIC)
 def test_a_plan_is_as_near_where_the_lengths_of_rows_trend(trends: Path, policy: str) -> None:
     children = [{"source": f"parquet:{i}.parquet:ids", "epochs": 1 + i / 2} for i in range(4)]
-    order = order_of(trends, {"policy": policy, "children": children}, 3)
+    order = order_of(trends, node(policy, *children), 3)
     end, out = run_out(order, order.initial())
     for start in (order.initial(), advanced(order, order.initial(), 9_001)):
         check(order, start, plan_of(order, start), end, out)
@@ -232,12 +233,11 @@ def test_phases_and_revisions_that_lie_ahead_are_planned_as_they_will_be(folder:
     def source(i: int, **fields: Any) -> dict[str, Any]:
         return {"source": specs()[i], "alias": f"s{i}", **fields}
 
-    later = {
-        "policy": "least_consumed",
-        "children": [source(0, epochs=2), source(2, weight=2), source(3), source(4, epochs=0.5)],
-    }
+    later = node(
+        "least_consumed", source(0, epochs=2), source(2, weight=2), source(3), source(4, epochs=0.5)
+    )
     document = corpora.mixture(
-        mixture={"policy": "weighted", "children": [source(0), source(1, weight=2), source(2)]},
+        mixture=node("weighted", source(0), source(1, weight=2), source(2)),
         sequence_length=8,
         last_micro_step="pad",
         phases=[

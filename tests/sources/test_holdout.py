@@ -23,6 +23,7 @@ from support.corpora import (
     write_jsonl,
     write_txt,
 )
+from support.mixing import node
 from support.prepared import job_of
 from test_combinations import PACKINGS, SCHEMES, SHUFFLES, taken
 from tokenloom_server.config.mixture_change import MixtureChange
@@ -43,7 +44,7 @@ SHARE = 0.3
 def of_one(spec: str, share: float | None = SHARE, **fields: Any) -> dict[str, Any]:
     """A mixture file of one source; fields of the run are those that it knows."""
     source = {"source": spec} | ({} if share is None else {"holdout": share})
-    return mixture(mixture={"policy": "sequential", "children": [source | fields]}, seed=SEED)
+    return mixture(mixture=node("sequential", source | fields), seed=SEED)
 
 
 def both(order: PipelineFactory) -> tuple[Counter[bytes], Counter[bytes]]:
@@ -102,7 +103,7 @@ def test_a_run_that_holds_out_goes_on_from_every_sample_index(
         "epochs": 2.5,
         **SHUFFLES[shuffle],
     }
-    root = {"policy": "sequential", "children": [source]}
+    root = node("sequential", source)
     order = order_of(tmp_path, mixture(mixture=root, **PACKINGS[packing]))
     samples, states, ended = taken(order, order.initial())
     assert ended == "every source is exhausted"

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.corpora import encode_state, numbers, order_of, parsed, reread
+from support.mixing import node
 from support.prepared import write_tokenizer
 from support.sources import write_table
 from tokenizers import Tokenizer
@@ -259,7 +260,7 @@ def order_over(folder: Path, case: Case, **run: Any) -> PipelineFactory:
         "vocab_size": 300,
         "sequence_length": LENGTH,
         "on_bad_row": "skip",
-        "mixture": {"policy": "sequential", "children": [source]},
+        "mixture": node("sequential", source),
     }
     return order_of(folder, document | run)
 
@@ -571,7 +572,7 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(
         "tokenizer": "tokenizer.json",
         "sequence_length": LENGTH,
         "on_bad_row": "skip",
-        "mixture": {"policy": "sequential", "children": [{"source": "txt:a.txt:text"}]},
+        "mixture": node("sequential", {"source": "txt:a.txt:text"}),
     }
     order = builder.create(parsed(document), tmp_path, tmp_path / "index")
     (tmp_path / "site").mkdir()
@@ -600,7 +601,7 @@ def test_a_fork_takes_a_source_over_only_with_the_same_documents(tmp_path: Path)
 
     def order(run: str, seed: int = 1, **fields: Any) -> PipelineFactory:
         source = {"source": "jsonl:rows.jsonl:text", **fields}
-        mixture = {"policy": "sequential", "children": [source]}
+        mixture = node("sequential", source)
         return order_of(
             tmp_path,
             {
