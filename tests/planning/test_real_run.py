@@ -12,15 +12,12 @@ import pytest
 from support import corpora
 from support.corpora import advanced
 from support.mixing import node
-from tokenloom_proto.seal import canonical
-from tokenloom_server.config.mixture_change import MixtureChange, Setting
+from support.timelines import revised
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
-from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.mixing.policies import policies
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.forecast import EXACT_PICKS, Part, forecast
@@ -247,13 +244,8 @@ def test_phases_and_revisions_that_lie_ahead_are_planned_as_they_will_be(folder:
         ],
     )
     order = corpora.order_of(folder, document)
-    timeline = Timeline(order)
-    change = MixtureChange(set=[Setting(child="s3", weight=4)], drop=["s2"], reason="test")
-    content = canonical(revise(timeline, change, 20_000))
-    revision = StoredRevision(
-        number=1, sample_index=20_000, made_at=0.0, author="test", reason="test", content=content
-    )
-    timeline = timeline.with_revisions([revision])
+    change: dict[str, Any] = {"set": [{"child": "s3", "weight": 4}], "drop": ["s2"]}
+    timeline = revised(Timeline(order), 20_000, **change)
     assert len(timeline.segments) == 4
 
     start = timeline.initial()
