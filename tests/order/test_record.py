@@ -99,26 +99,23 @@ def child(document: dict[str, Any], position: int) -> dict[str, Any]:
     return found
 
 
-DIFFERENT: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
-    "seed": (lambda d: d.update(seed=8), ["seed: the run began with 7, the file has 8"]),
+#: By the number of a child, or None for the run: other fields; and what is said of them.
+DIFFERENT: dict[str, tuple[dict[int | None, dict[str, Any]], list[str]]] = {
+    "seed": ({None: {"seed": 8}}, ["seed: the run began with 7, the file has 8"]),
     "length": (
-        lambda d: d.update(sequence_length=9),
+        {None: {"sequence_length": 9}},
         ["sequence_length: the run began with 8, the file has 9"],
     ),
     "labels": (
-        lambda d: d.update(labels="shifted"),
+        {None: {"labels": "shifted"}},
         ['labels: the run began with "same", the file has "shifted"'],
     ),
     "weight": (
-        lambda d: child(d, 0).update(weight=2.5),
+        {0: {"weight": 2.5}},
         ['mixture.children.0.weight: the run began with "2", the file has "2.5"'],
     ),
     "several": (
-        lambda d: (
-            child(d, 1).update(epochs=3),
-            child(d, 2).update(policy="least_consumed"),
-            d.update(seed=1),
-        ),
+        {1: {"epochs": 3}, 2: {"policy": "least_consumed"}, None: {"seed": 1}},
         [
             'mixture.children.1.epochs: the run began with "2", the file has "3"',
             'mixture.children.2.policy: the run began with "weighted", the file has "least_consumed"',
@@ -126,13 +123,13 @@ DIFFERENT: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
         ],
     ),
     "a source less": (
-        lambda d: d["mixture"]["children"].pop(1),
+        {},
         [
             f"mixture.children: the run began with 3: {CODE}, {DOCS}, weighted, the file has 2: {CODE}, weighted"
         ],
     ),
     "another spec": (
-        lambda d: child(d, 1).update(source="jsonl:data/docs.jsonl:body"),
+        {1: {"source": "jsonl:data/docs.jsonl:body"}},
         [
             f'mixture.children.1.source: the run began with "{DOCS}", the file has "jsonl:data/docs.jsonl:body"'
         ],
@@ -144,9 +141,12 @@ DIFFERENT: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
 def test_a_mixture_file_that_differs_is_refused_with_each_field_and_both_values(
     folder: Path, what: str
 ) -> None:
-    change, lines = DIFFERENT[what]
+    changes, lines = DIFFERENT[what]
     document = mixture()
-    change(document)
+    for number, fields in changes.items():
+        (document if number is None else child(document, number)).update(fields)
+    if not changes:
+        document["mixture"]["children"].pop(1)
     with pytest.raises(ConfigError) as caught:
         load(folder, order_of(folder).record.to_json(), document)
     first, *found, last = str(caught.value).splitlines()
