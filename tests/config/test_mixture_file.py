@@ -704,12 +704,10 @@ def batched(change: Change = lambda _: None) -> dict[str, Any]:
 def test_with_batching_a_sample_is_a_row_of_one_token_and_a_pick_is_a_global_batch() -> None:
     config = parsed(batched())
     assert (config.sequence_length, config.pick_samples, config.pick_tokens) == (1, 8, 8)
-    assert config.batching is not None
     assert (config.batching.bucket_column, config.batching.length_of) == ("resolution", None)
     by_length = parsed(
         batched(put("batching", {"bucket_by": "length(audio)", "edges": [8, 16], "pad": ["mel"]}))
     )
-    assert by_length.batching is not None
     assert (by_length.batching.bucket_column, by_length.batching.length_of) == ("audio", "audio")
     assert by_length.batching.padded == {"audio", "mel"}
     assert (parsed(mixture()).pick_samples, parsed(mixture()).pick_tokens) == (1, 8)

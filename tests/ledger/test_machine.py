@@ -328,7 +328,6 @@ def _outcome(ledger: Ledger, command: Command) -> int | str | None:
 
 def _without_times(run: StoredRun | None) -> StoredRun:
     """Two ledgers have two clocks; of a lease it stays whether it was released."""
-    assert run is not None
     lease = run.lease and replace(
         run.lease, acquired_at=0.0, lapses_at=min(run.lease.lapses_at, 1.0)
     )

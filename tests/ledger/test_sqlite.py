@@ -228,7 +228,6 @@ def test_no_acknowledged_commit_is_lost_when_the_server_is_killed(tmp_path: Path
     acknowledged = 0
     for lines in (1, 40, 17):
         with _committer(path) as child:
-            assert child.stdout is not None
             read = [child.stdout.readline() for _ in range(lines)]
             child.kill()
             read += child.stdout.readlines()
@@ -243,7 +242,6 @@ def test_no_acknowledged_commit_is_lost_when_the_server_is_killed(tmp_path: Path
 def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_path: Path) -> None:
     path = tmp_path / "tokenloom.db"
     with _committer(path) as first:
-        assert first.stdout is not None
         first.stdout.readline()
         with closing(SqliteLedger(path)) as ledger:
             server = lead(ledger)

@@ -404,7 +404,6 @@ def fingerprint(order: PipelineFactory) -> dict[str, Any]:
             hashed.update(f"{sample.source} {sample.ids.hex()} {sample.starts}\n".encode())
         if number % 5 == 0:
             hashed.update(json.dumps(values(step.state)).encode())
-    assert step is not None
     return {
         "samples": step.state.sample_index,
         "digest": f"{step.state.digest:032x}",

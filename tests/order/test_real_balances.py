@@ -28,10 +28,6 @@ from tokenloom_server.order.timeline import Timeline
 
 SHORT, LONG, MIXED = (f"txt:{name}.txt:text" for name in ("short", "long", "mixed"))
 LENGTH = 64
-NESTED: list[dict[str, Any]] = [
-    {"source": LONG, "weight": 2},
-    node("least_consumed", {"source": SHORT, "weight": 3}, {"source": MIXED, "max_tokens": 2560}),
-]
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ from tokenloom_server.mixing.least_consumed import carried
 from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.policies import levelled
 
-LENGTH = 8
-
 
 def changed(config: RunConfig, change: Callable[[dict[str, Any]], None]) -> RunConfig:
     document = config.model_dump()

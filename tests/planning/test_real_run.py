@@ -25,7 +25,6 @@ from tokenloom_server.planning.plan import RunPlan
 from tokenloom_server.planning.planner import Planner
 
 LENGTH = 8
-SOURCES = 7
 DETERMINISTIC = tuple(name for name in policies() if name != "weighted")
 #: A source that ran out is found to be so by the pick behind its last, which comes when it is its turn; and weights
 #: that follow the run do so every 256 samples.

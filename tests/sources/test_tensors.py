@@ -112,7 +112,6 @@ def lists_of(dtype: str, shape: tuple[int, ...], dims: tuple[int | None, ...]) -
 
 
 TRUTHS = regular((), "uint8") % 3 == 0
-TRIPLES = regular((3,), "uint8") % 2 == 0
 COLUMNS: dict[str, Case] = {
     "float16 in lists": lists_of("float16", (2, 3, 4), (None, None, None)),
     "large values": lists_of("float32", (40, 40), (None, None)),
