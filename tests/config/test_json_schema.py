@@ -13,6 +13,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 from support.catalog import CATALOG
+from support.mixing import node
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.mixture_file import mixture_schema
 from tokenloom_server.errors import ConfigError
@@ -66,35 +67,19 @@ def test_every_mixture_file_of_docs_and_examples_validates() -> None:
         assert [error.message for error in VALIDATOR.iter_errors(document)] == [], text
 
 
+def of_one(**source: Any) -> dict[str, Any]:
+    return {"mixture": node("schedule", {"source": "jsonl:b:text", **source})}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"streams": {"validation": None}},
         {"max_bad_rows": "1e9"},
-        {
-            "mixture": {
-                "policy": "schedule",
-                "children": [{"source": "txt:b:text", "weight": [[0, 1], ["2e9", 0.1]]}],
-            }
-        },
-        {
-            "mixture": {
-                "policy": "weighted",
-                "children": [{"source": "txt:b:text", "epochs": "inf"}],
-            }
-        },
-        {
-            "mixture": {
-                "policy": "weighted",
-                "children": [{"source": "txt:b:text", "epochs": math.inf}],
-            }
-        },
-        {
-            "mixture": {
-                "policy": "weighted",
-                "children": [{"source": "jsonl:b:text", "filter": "score > 0.5"}],
-            }
-        },
+        of_one(weight=[[0, 1], ["2e9", 0.1]]),
+        of_one(epochs="inf"),
+        of_one(epochs=math.inf),
+        of_one(filter="score > 0.5"),
     ],
     ids=["empty-stream", "exponent", "points", "inf", ".inf", "one-filter"],
 )

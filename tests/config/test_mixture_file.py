@@ -92,19 +92,37 @@ BAD = [
         ("mixture.children.0.weight", zero, "take the child out of the file, or pause it")
         for zero in (0, 0.0)
     ],
-    *[("mixture.children.0.weight", bad, "") for bad in (-1, math.nan, math.inf, -math.inf)],
-    *[
-        ("mixture.children.0.weight", bad, "")
-        for bad in (True, False, None, "two", "nan", [1], "inf")
-    ],
-    *[("mixture.children.2.weight", bad, "") for bad in (0, -1, math.nan, math.inf, True)],
-    *[
-        ("mixture.children.1.epochs", bad, "")
-        for bad in (0, -1, math.nan, -math.inf, True, False, None, "nan", "all")
-    ],
     *[("sequence_length", bad, repr(bad)) for bad in (1, 0, -8, 2**25, 8.0, "8", True, None)],
-    *[("seed", bad, "") for bad in (-1, 2**63, 1.0, "7", True)],
-    *[("run", bad, "") for bad in ("", ".hidden", "a/b", "a b", "a" * 129, "ü", "a\n", 7, None)],
+    *[
+        (path, bad, "")
+        for path, values in {
+            "mixture.children.0.weight": (
+                *(-1, math.nan, math.inf, -math.inf, True, False, None),
+                *("two", "nan", [1], "inf"),
+            ),
+            "mixture.children.2.weight": (0, -1, math.nan, math.inf, True),
+            "mixture.children.1.epochs": (
+                *(0, -1, math.nan, -math.inf, True, False, None),
+                *("nan", "all"),
+            ),
+            "seed": (-1, 2**63, 1.0, "7", True),
+            "run": ("", ".hidden", "a/b", "a b", "a" * 129, "ü", "a\n", 7, None),
+            "mixture.children.0.shuffle_window_rows": (0, 1, 2**25, 1.5, "many", None, True),
+            "mixture.children.0.lanes": (0, 65, 1.5, "many", None, True),
+            "mixture.children.0.holdout": (0, 1, -0.1, 1.5, "many", True),
+            "mixture.children.0.loss_mask": ("",),
+            "mixture.children.0.add_bos": ("auto",),
+            "pack_window_rows": (0,),
+            "pad_id": (-1,),
+            "mask_boundaries": (1,),
+            "add_eot": ("never",),
+            "add_bos": ("auto",),
+            "vocab_size": (1, 2**32 + 1),
+            "end_of_text_id": (-1,),
+            "window_micro_steps": (1,),
+        }.items()
+        for bad in values
+    ],
     ("mixture.children.0.source", "ftp:x:y", "expected one of parquet:GLOB:COLUMN"),
     ("mixture.children.0.source", "parquet", "the scheme is 'parquet'"),
     ("mixture.children.0.source", "parquet:x", "no part empty"),
@@ -140,7 +158,6 @@ BAD = [
     ("padding", "both", "'right' or 'left'"),
     ("long_rows", "split", "it is for packing: none; leave it out"),
     ("pack_window_rows", 16, "it is for packing: best_fit; leave it out"),
-    ("pack_window_rows", 0, ""),
     ("pack_window_tokens", 2**13, "it is for packing: best_fit; leave it out"),
     (
         "padding",
@@ -148,22 +165,12 @@ BAD = [
         "it is for samples that are padded (packing: best_fit or none, or tail: pad); leave it out",
     ),
     ("pad_id", 3, "it is for samples that are padded"),
-    ("pad_id", -1, ""),
-    ("mask_boundaries", 1, ""),
     (
         "mixture.children.0.loss_mask",
         "mask",
         "mixture.children.0.loss_mask: is for packing: none or best_fit",
     ),
-    ("mixture.children.0.loss_mask", "", ""),
     ("last_micro_step", "keep", "'drop' or 'pad'"),
-    ("add_eot", "never", ""),
-    ("add_bos", "auto", ""),
-    ("mixture.children.0.add_bos", "auto", ""),
-    ("vocab_size", 1, ""),
-    ("vocab_size", 2**32 + 1, ""),
-    ("end_of_text_id", -1, ""),
-    ("window_micro_steps", 1, ""),
     ("special_tokens_in_text", "ignore", "'text' or 'parse'"),
     ("mixture.children", [{"source": CODE, "commit": "0" * 40}], "is no dataset on the Hub"),
     (
@@ -178,12 +185,6 @@ BAD = [
         [{"source": CODE, "shuffle_window_rows": 100}],
         "found 100, but shuffle is 'none'",
     ),
-    *[
-        ("mixture.children.0.shuffle_window_rows", bad, "")
-        for bad in (0, 1, 2**25, 1.5, "many", None, True)
-    ],
-    *[("mixture.children.0.lanes", bad, "") for bad in (0, 65, 1.5, "many", None, True)],
-    *[("mixture.children.0.holdout", bad, "") for bad in (0, 1, -0.1, 1.5, "many", True)],
     (
         "streams",
         {"validation": {}},
@@ -191,10 +192,10 @@ BAD = [
     ),
     (
         "streams",
-        {"a/b": {"mixture": {"policy": "weighted", "children": [{"source": CODE}]}}},
+        {"a/b": {"mixture": node("weighted", {"source": CODE})}},
         "1 to 64 letters (a to z)",
     ),
-    ("streams", {"v": {"mixture": {"policy": "weighted", "children": []}}}, "at least 1"),
+    ("streams", {"v": {"mixture": node("weighted")}}, "at least 1"),
 ]
 
 
@@ -333,10 +334,10 @@ def test_without_a_tokenizer_vocabulary_and_end_of_text_are_needed_and_must_agre
 
 
 def test_a_mixture_that_contains_itself_is_refused() -> None:
-    node: dict[str, Any] = {"policy": "weighted", "children": []}
-    node["children"].append(node)
+    root = node("weighted")
+    root["children"].append(root)
     with pytest.raises(ConfigError, match="cyclic"):
-        parsed(mixture(mixture=node))
+        parsed(mixture(mixture=root))
 
 
 @pytest.mark.parametrize(
@@ -460,7 +461,7 @@ FIM = {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
 
 def valid(source: dict[str, Any]) -> dict[str, Any]:
     """Streams of which one has a mixture of its own."""
-    return {"valid": {"mixture": {"policy": "weighted", "children": [source]}}}
+    return {"valid": {"mixture": node("weighted", source)}}
 
 
 SAME_ORDER: dict[str, Change] = {
@@ -505,11 +506,61 @@ for prefix, section in (
                 f"{prefix}{name}", default
             )
 
+#: Other values of fields, each of which makes another order.
+OTHER_VALUES: list[tuple[str, Any]] = [
+    ("seed", 8),
+    ("count", "positions"),
+    ("sequence_length", 9),
+    ("labels", "shifted"),
+    ("tail", "pad"),
+    ("special_tokens_in_text", "parse"),
+    ("vocab_size", 300),
+    ("end_of_text_id", 1),
+    ("begin_of_text_id", 1),
+    ("add_bos", True),
+    ("add_eot", False),
+    ("add_eot", "auto"),
+    ("mixture.policy", "weighted"),
+    ("mixture.on_exhausted", "stop"),
+    ("mixture.max_tokens", 800),
+    ("mixture.epochs", 2),
+    ("mixture.children.0.add_bos", True),
+    ("mixture.children.0.add_eot", "auto"),
+    ("mixture.children.0.filter", "score >= 0.5"),
+    ("mixture.children.0.filter", "score > 0.5"),
+    ("mixture.children.0.filter", ["score >= 0.5", 'lang == "en"']),
+    ("mixture.children.0.fim", FIM),
+    ("mixture.children.0.fim", FIM | {"rate": 0.6}),
+    ("mixture.children.0.fim", FIM | {"spm_rate": 0.5}),
+    ("mixture.children.0.fim", FIM | {"ids": {"prefix": 1, "middle": 3, "suffix": 2}}),
+    ("mixture.children.0.holdout", 0.001),
+    ("mixture.children.0.holdout", 0.002),
+    ("mixture.children.0.weight", 2.5),
+    ("mixture.children.0.weight", math.nextafter(2, 3)),
+    ("mixture.children.0.on_exhausted", "stop"),
+    ("mixture.children.0.on_exhausted", "drop"),  # which its node has, too
+    ("mixture.children.0.max_tokens", 800),
+    ("mixture.children.0.shuffle", "shards"),
+    ("mixture.children.0.shuffle", "rows"),
+    ("mixture.children.0.lanes", 2),
+    ("mixture.children.0.source", "parquet:data/code-*.parquet:other"),
+    ("mixture.children.1.template", "{title} {text}"),
+    ("mixture.children.1.template", "{title}  {text}"),
+    ("mixture.children.1.epochs", 2.5),
+    ("mixture.children.1.epochs", math.inf),
+    ("mixture.children.2.weight", 1),
+    ("mixture.children.2.children.0.weight", 0.31),
+    ("mixture.children.2.max_tokens", 800),
+    ("mixture.children.2.epochs", 2),
+    ("mixture.children.2.unit", "samples"),
+    ("mixture.children.2.on_exhausted", "stop"),
+    (
+        "phases",
+        [{"until_tokens": 1000}, {"mixture": node("weighted", {"source": "txt:a:text"})}],
+    ),
+]
 OTHER_ORDER: dict[str, Change] = {
-    "seed": put("seed", 8),
-    "count": put("count", "positions"),
-    "sequence_length": put("sequence_length", 9),
-    "labels": put("labels", "shifted"),
+    **{f"{path} = {value!r}": put(path, value) for path, value in OTHER_VALUES},
     "packing, by best fit": packed("best_fit"),
     "pack_window_rows": packed("best_fit", pack_window_rows=8191),
     "pack_window_tokens": packed("best_fit", pack_window_tokens=8192),
@@ -519,67 +570,14 @@ OTHER_ORDER: dict[str, Change] = {
     "pad_id": packed("none", pad_id=1),
     "a loss mask": packed("none", loss_mask="mask"),
     "another loss mask": packed("none", loss_mask="masks"),
-    "tail": put("tail", "pad"),
-    "special_tokens_in_text": put("special_tokens_in_text", "parse"),
-    "vocab_size": put("vocab_size", 300),
-    "end_of_text_id": put("end_of_text_id", 1),
-    "begin_of_text_id": put("begin_of_text_id", 1),
-    "add_bos": put("add_bos", True),
-    "add_eot off": put("add_eot", False),
-    "add_eot auto": put("add_eot", "auto"),
-    "a source's add_bos": put("mixture.children.0.add_bos", True),
-    "a source's add_eot": put("mixture.children.0.add_eot", "auto"),
-    "a filter": put("mixture.children.0.filter", "score >= 0.5"),
-    "another filter": put("mixture.children.0.filter", "score > 0.5"),
-    "a second comparison": put("mixture.children.0.filter", ["score >= 0.5", 'lang == "en"']),
-    "a template": put("mixture.children.1.template", "{title} {text}"),
-    "another template": put("mixture.children.1.template", "{title}  {text}"),
-    "fim": put("mixture.children.0.fim", FIM),
-    "fim at another rate": put("mixture.children.0.fim", FIM | {"rate": 0.6}),
-    "fim in another order": put("mixture.children.0.fim", FIM | {"spm_rate": 0.5}),
-    "fim with other ids": put(
-        "mixture.children.0.fim", FIM | {"ids": {"prefix": 1, "middle": 3, "suffix": 2}}
-    ),
-    "a holdout": put("mixture.children.0.holdout", 0.001),
-    "another holdout": put("mixture.children.0.holdout", 0.002),
-    "a weight": put("mixture.children.0.weight", 2.5),
-    "a weight in its last digit": put("mixture.children.0.weight", math.nextafter(2, 3)),
-    "a node's weight": put("mixture.children.2.weight", 1),
-    "a nested weight": put("mixture.children.2.children.0.weight", 0.31),
-    "epochs": put("mixture.children.1.epochs", 2.5),
-    "endless epochs": put("mixture.children.1.epochs", math.inf),
-    "a policy": put("mixture.policy", "weighted"),
-    "on_exhausted": put("mixture.on_exhausted", "stop"),
-    "a source's on_exhausted": put("mixture.children.0.on_exhausted", "stop"),
-    "a source's on_exhausted that its node has, too": put(
-        "mixture.children.0.on_exhausted", "drop"
-    ),
-    "a source's max_tokens": put("mixture.children.0.max_tokens", 800),
-    "a node's max_tokens": put("mixture.children.2.max_tokens", 800),
-    "the root's max_tokens": put("mixture.max_tokens", 800),
-    "a source's files shuffled": put("mixture.children.0.shuffle", "shards"),
-    "a source's rows shuffled": put("mixture.children.0.shuffle", "rows"),
-    "a source's lanes": put("mixture.children.0.lanes", 2),
     "a source's window": lambda d: d["mixture"]["children"][0].update(
         shuffle="rows", shuffle_window_rows=100
     ),
-    "a node's epochs": put("mixture.children.2.epochs", 2),
-    "the root's epochs": put("mixture.epochs", 2),
-    "the unit of draws": put("mixture.children.2.unit", "samples"),
     "a schedule": scheduled([[0, 1], [1000, 2]]),
     "a schedule's weight in its last digit": scheduled([[0, 1], [1000, math.nextafter(2, 3)]]),
     "a schedule's tokens": scheduled([[0, 1], [1001, 2]]),
     "a schedule in steps": scheduled([[0, 1], [1000, 2]], interpolate="step"),
-    "nested on_exhausted": put("mixture.children.2.on_exhausted", "stop"),
     "the order of children": lambda d: d["mixture"]["children"].reverse(),
-    "phases": put(
-        "phases",
-        [
-            {"until_tokens": 1000},
-            {"mixture": {"policy": "weighted", "children": [{"source": "txt:a:text"}]}},
-        ],
-    ),
-    "a spec": put("mixture.children.0.source", "parquet:data/code-*.parquet:other"),
     "a source less": lambda d: d["mixture"]["children"].pop(0),
     "a level less": lambda d: d["mixture"]["children"].extend(
         d["mixture"]["children"].pop()["children"]
@@ -622,10 +620,8 @@ def test_a_stream_is_there_wherever_a_source_holds_rows_out() -> None:
     assert parsed(mixture()).stream_names == ()
     assert parsed(changed(put("mixture.children.0.holdout", 0.001))).stream_names == ("validation",)
     document = changed(put("mixture.children.0.holdout", 0.001))
-    assert parsed(document | {"streams": valid({"source": CODE})}).stream_names == (
-        "valid",
-        "validation",
-    )
+    document |= {"streams": valid({"source": CODE})}
+    assert parsed(document).stream_names == ("valid", "validation")
 
 
 def test_the_digest_depends_on_everything_that_decides_the_order() -> None:
@@ -643,10 +639,13 @@ def test_a_new_setting_has_to_be_placed_on_one_side_of_the_digest() -> None:
         "last_micro_step",
         "new_source_baseline",
         "mask_boundaries",
+        "on_bad_row",
+        "max_bad_rows",
+        "max_row_mib",
+        "streams",
     }
-    outside |= {"on_bad_row", "max_bad_rows", "max_row_mib", "streams"}
-    inside = {"mixture", "packing", "add_eot", *BATCHED_ORDER_FIELDS} | {
-        what for what in OTHER_ORDER if what in RunConfig.model_fields
+    inside = {"mixture", "packing", *BATCHED_ORDER_FIELDS} | {
+        what for what in (*OTHER_ORDER, *dict(OTHER_VALUES)) if what in RunConfig.model_fields
     }
     assert set(RunConfig.model_fields) == outside | inside
 
@@ -657,23 +656,19 @@ def test_the_digest_is_what_it_was() -> None:
         "seed": 7,
         "sequence_length": 8,
         "count": "real",
-        "mixture": {
-            "policy": "least_consumed",
-            "on_exhausted": "drop",
-            "children": [
-                {"weight": "2", "source": CODE, "epochs": "1"},
-                {"weight": "1", "source": DOCS, "epochs": "2"},
-                {
-                    "weight": "1.5",
-                    "policy": "weighted",
-                    "on_exhausted": "drop",
-                    "children": [
-                        {"weight": "0.3", "source": PROSE, "epochs": "1"},
-                        {"weight": "0.7", "source": "arrow:data/wiki:ids", "epochs": "1"},
-                    ],
-                },
-            ],
-        },
+        "mixture": node(
+            "least_consumed",
+            {"weight": "2", "source": CODE, "epochs": "1"},
+            {"weight": "1", "source": DOCS, "epochs": "2"},
+            node(
+                "weighted",
+                {"weight": "0.3", "source": PROSE, "epochs": "1"},
+                {"weight": "0.7", "source": "arrow:data/wiki:ids", "epochs": "1"},
+                weight="1.5",
+                on_exhausted="drop",
+            ),
+            on_exhausted="drop",
+        ),
     }
 
 
@@ -709,12 +704,10 @@ def batched(change: Change = lambda _: None) -> dict[str, Any]:
 def test_with_batching_a_sample_is_a_row_of_one_token_and_a_pick_is_a_global_batch() -> None:
     config = parsed(batched())
     assert (config.sequence_length, config.pick_samples, config.pick_tokens) == (1, 8, 8)
-    assert config.batching is not None
     assert (config.batching.bucket_column, config.batching.length_of) == ("resolution", None)
     by_length = parsed(
         batched(put("batching", {"bucket_by": "length(audio)", "edges": [8, 16], "pad": ["mel"]}))
     )
-    assert by_length.batching is not None
     assert (by_length.batching.bucket_column, by_length.batching.length_of) == ("audio", "audio")
     assert by_length.batching.padded == {"audio", "mel"}
     assert (parsed(mixture()).pick_samples, parsed(mixture()).pick_tokens) == (1, 8)
@@ -727,39 +720,34 @@ def test_a_batched_run_read_from_its_record_is_the_same() -> None:
         "seed": 7,
         "batching": {"bucket_by": "resolution"},
         "global_batch_size": 8,
-        "mixture": {
-            "policy": "weighted",
-            "on_exhausted": "drop",
-            "children": [
-                {"weight": "0.9", "source": "parquet:data/*.parquet:*", "epochs": "1"},
-                {"weight": "0.1", "source": "arrow:data/more:*", "epochs": "1"},
-            ],
-        },
+        "mixture": node(
+            "weighted",
+            {"weight": "0.9", "source": "parquet:data/*.parquet:*", "epochs": "1"},
+            {"weight": "0.1", "source": "arrow:data/more:*", "epochs": "1"},
+            on_exhausted="drop",
+        ),
     }
 
 
-BATCHED_ORDER: dict[str, Change] = {
-    "bucket_by": put("batching", {"bucket_by": "aspect"}),
-    "a length": put("batching", {"bucket_by": "length(resolution)"}),
-    "edges": put("batching", {"bucket_by": "length(resolution)", "edges": [4, 8]}),
-    "other edges": put("batching", {"bucket_by": "length(resolution)", "edges": [4, 9]}),
-    "pad": put("batching", {"bucket_by": "length(resolution)", "edges": [4, 8], "pad": ["mel"]}),
-    "columns": put("batching", {"bucket_by": "resolution", "columns": ["latent"]}),
-    "the order of columns": put(
-        "batching", {"bucket_by": "resolution", "columns": ["text", "latent"]}
-    ),
-    "the same columns the other way round": put(
-        "batching", {"bucket_by": "resolution", "columns": ["latent", "text"]}
-    ),
-    "dtypes": put("batching", {"bucket_by": "resolution", "dtypes": {"latent": "bfloat16"}}),
-    "global_batch_size": put("global_batch_size", 16),
-}
-BATCHED_ORDER_FIELDS = ("batching", "global_batch_size")
+BATCHED_ORDER: list[tuple[str, Any]] = [
+    ("batching", {"bucket_by": "aspect"}),
+    ("batching", {"bucket_by": "length(resolution)"}),
+    ("batching", {"bucket_by": "length(resolution)", "edges": [4, 8]}),
+    ("batching", {"bucket_by": "length(resolution)", "edges": [4, 9]}),
+    ("batching", {"bucket_by": "length(resolution)", "edges": [4, 8], "pad": ["mel"]}),
+    ("batching.columns", ["latent"]),
+    ("batching.columns", ["text", "latent"]),
+    ("batching.columns", ["latent", "text"]),
+    ("batching.dtypes", {"latent": "bfloat16"}),
+    ("global_batch_size", 16),
+]
+BATCHED_ORDER_FIELDS = {path.partition(".")[0] for path, _ in BATCHED_ORDER}
 
 
 def test_the_digest_depends_on_how_batches_are_made() -> None:
     digests = {
-        what: order_digest(parsed(batched(change))) for what, change in BATCHED_ORDER.items()
+        f"{path} = {value!r}": order_digest(parsed(batched(put(path, value))))
+        for path, value in BATCHED_ORDER
     }
     digests["as it is"] = order_digest(parsed(batched()))
     assert len(set(digests.values())) == len(digests)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,6 @@ from tokenloom_server.errors import (
 from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.base import Ledger
 from tokenloom_server.ledger.records import Counters, RunContents, StoredRun, StoredSnapshot
-from tokenloom_server.ledger.sqlite import SqliteLedger
 
 SNAPSHOT = StoredSnapshot(id="s", sample_index=3, saved_at=1.5, text="{}")
 
@@ -47,23 +47,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LedgerStor
     made.close()
 
 
-@pytest.fixture
-def ledger(store: LedgerStore) -> Ledger:
-    return store.open()
-
-
-@pytest.fixture
-def server(ledger: Ledger) -> Server:
-    made = lead(ledger)
-    made.open(1, 0)
-    return made
-
-
 # Runs.
-
-
-def test_a_safe_store_passes_the_check(ledger: Ledger) -> None:
-    ledger.check()
 
 
 def test_a_new_run_has_no_generation_and_nothing_committed(ledger: Ledger) -> None:
@@ -98,11 +82,9 @@ def test_creating_a_run_that_is_there_returns_the_one_that_is_there(store: Ledge
 def test_many_servers_that_create_one_run_at_once_agree_on_its_uid(store: LedgerStore) -> None:
     ledgers = [store.open() for _ in range(6)]
     with ThreadPoolExecutor(6) as pool:
-        runs = list(
-            pool.map(lambda k: ledgers[k].create_run(NAME, STREAM, f"uid-{k}", "{}"), range(6))
-        )
-    assert len({run.uid for run in runs}) == 1
-    assert ledgers[0].execute(commands.Acquire(runs[0].uid, STREAM, "one", 0.0)) == 1
+        runs = pool.map(lambda k: ledgers[k].create_run(NAME, STREAM, f"uid-{k}", "{}"), range(6))
+    (uid,) = {run.uid for run in runs}
+    assert ledgers[0].execute(commands.Acquire(uid, STREAM, "one", 0.0)) == 1
 
 
 def test_a_uid_belongs_to_one_run(ledger: Ledger) -> None:
@@ -119,8 +101,7 @@ def test_run_names_are_sorted_pairs_and_streams_are_apart(ledger: Ledger) -> Non
     assert list(ledger.run_names()) == [("a", "eval"), ("a", "train"), ("b", "train")]
     ledger.execute(commands.Acquire("u2", "train", "a", 0.0))
     evaluation = ledger.read_run("a", "eval")
-    assert evaluation is not None
-    assert evaluation.epoch == 0
+    assert evaluation and evaluation.epoch == 0
 
 
 def test_every_call_for_an_unknown_run_says_so(ledger: Ledger) -> None:
@@ -172,17 +153,10 @@ def test_each_acquisition_raises_the_epoch_by_one_and_shuts_out_the_one_before(
 
 
 def test_concurrent_acquisitions_get_different_epochs(store: LedgerStore) -> None:
-    first = store.open()
-    first.create_run(NAME, STREAM, UID, "{}")
-    ledgers = [first, store.open(), store.open()]
+    ledgers = [store.open() for _ in range(3)]
     with ThreadPoolExecutor(6) as pool:
-        epochs = list(
-            pool.map(
-                lambda k: ledgers[k % 3].execute(commands.Acquire(UID, STREAM, "one", 0.0)),
-                range(12),
-            )
-        )
-    assert sorted(epochs) == list(range(1, 13))
+        servers = pool.map(lambda k: lead(ledgers[k % 3]), range(12))
+    assert sorted(server.epoch for server in servers) == list(range(1, 13))
 
 
 # Leases.
@@ -191,48 +165,43 @@ def test_concurrent_acquisitions_get_different_epochs(store: LedgerStore) -> Non
 def test_a_lease_keeps_other_servers_out_until_it_lapses_or_is_released(store: LedgerStore) -> None:
     one, two = store.open(), store.open()
     one.create_run(NAME, STREAM, UID, "{}")
-    epoch = one.execute(commands.Acquire(UID, STREAM, "one", 1000.0))
+    taken = commands.Acquire(UID, STREAM, "one", 1000.0)
+    epoch = one.execute(taken)
     with pytest.raises(LeaseHeld, match=r"served by one since 20.* s more unless"):
-        two.execute(commands.Acquire(UID, STREAM, "two", 1000.0))
-    assert (
-        one.execute(commands.Acquire(UID, STREAM, "one", 1000.0)) == epoch + 1
-    )  # the same server, started again
+        two.execute(replace(taken, holder="two"))
+    assert one.execute(taken) == epoch + 1  # the same server, started again
     one.execute(commands.Release(UID, STREAM, epoch + 1))
     assert two.execute(commands.Acquire(UID, STREAM, "two", 0.05)) == epoch + 2
     with pytest.raises(NotLeader):
-        one.execute(commands.Renew(UID, STREAM, epoch + 1, "one", 1000.0, None, 0, 0))
+        Server(one, epoch + 1).do(commands.Renew, "one", 1000.0, None, 0, 0)
     time.sleep(0.1)
-    two.execute(
-        commands.Renew(UID, STREAM, epoch + 2, "two", 1000.0, 7.25, 0, 0)
-    )  # late, but nobody else had taken it
+    late = Server(two, epoch + 2)
+    late.do(commands.Renew, "two", 1000.0, 7.25, 0, 0)  # but nobody else had taken it
     with pytest.raises(LeaseHeld):
-        one.execute(commands.Acquire(UID, STREAM, "one", 1000.0))
-    run = one.read_run(NAME, STREAM)
-    assert run is not None
-    assert run.lease is not None
-    assert (run.lease.holder, run.lease.heard_at) == ("two", 7.25)
-    assert 900 < run.lease.lapses_at - run.lease.acquired_at <= 1001
-    assert run.lease.lasts_s == 1000
+        one.execute(taken)
+    lease = late.run.lease
+    assert lease and (lease.holder, lease.heard_at, lease.lasts_s) == ("two", 7.25, 1000)
+    assert 900 < lease.lapses_at - lease.acquired_at <= 1001
 
 
 def test_a_lease_that_would_last_longer_than_it_was_granted_for_has_lapsed(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    sqlite_path = tmp_path / "ledger.db"
-    with contextlib.closing(SqliteLedger(sqlite_path)) as ledger:
+    def lapse_late(store: LedgerStore) -> None:
+        if isinstance(store, SqliteStore):
+            with contextlib.closing(sqlite3.connect(store.path)) as file, file:
+                file.execute("UPDATE leases SET lapses_at = lapses_at + 7200")
+            return
+        with redis_server.client() as client:
+            client.hset(f"tokenloom:{{{UID}}}:{STREAM}", "lease_lapses_at", str(time.time() + 7200))
+
+    for store in (SqliteStore(tmp_path), RedisStore(redis_server)):
+        ledger = store.open()
         ledger.create_run(NAME, STREAM, UID, "{}")
         ledger.execute(commands.Acquire(UID, STREAM, "one", 15.0))
-        with contextlib.closing(sqlite3.connect(sqlite_path)) as file, file:
-            file.execute("UPDATE leases SET lapses_at = lapses_at + 7200")
+        lapse_late(store)
         assert ledger.execute(commands.Acquire(UID, STREAM, "two", 15.0)) == 2
-    store = RedisStore(redis_server)
-    remote = store.open()
-    remote.create_run(NAME, STREAM, UID, "{}")
-    remote.execute(commands.Acquire(UID, STREAM, "one", 15.0))
-    with redis_server.client() as client:
-        client.hset(f"tokenloom:{{{UID}}}:{STREAM}", "lease_lapses_at", str(time.time() + 7200))
-    assert remote.execute(commands.Acquire(UID, STREAM, "two", 15.0)) == 2
-    store.close()
+        store.close()
 
 
 # Opening a generation.
@@ -250,8 +219,8 @@ def test_opening_sets_the_generation_the_committed_state_and_the_first_journal_e
     assert ledger.openings(UID, STREAM) == [opening]
     assert (opening.parent_run, opening.batch_plans) == ("", "")
     entry = ledger.journal(UID, STREAM, 1, 12)
-    assert entry is not None
-    assert (entry.generation, entry.sample_index, entry.state) == (1, 12, commit_at(12).state)
+    assert entry and entry.state == commit_at(12).state
+    assert (entry.generation, entry.sample_index) == (1, 12)
     assert ledger.journal_size(UID, STREAM) == (1, len(commit_at(12).state.encode()))
 
 
@@ -320,12 +289,6 @@ def test_of_several_servers_that_write_at_once_one_has_written(
 # Commits.
 
 
-def test_a_commit_moves_the_committed_state_and_every_counter(server: Server) -> None:
-    assert server.commit(4) == 4
-    assert server.commit(40) == 40
-    assert server.committed == commit_at(40)
-
-
 def test_a_commit_takes_and_drops_specs_as_it_names_them(server: Server) -> None:
     for specs in (SPECS[:1], SPECS, SPECS[2:], ()):
         index = server.committed.sample_index + 1
@@ -346,8 +309,7 @@ def test_the_greatest_integers_are_exact_and_greater_ones_refused(server: Server
     largest = replace(commit, sample_index=MAX_COUNTER)
     assert server.do(commands.Commit, 1, largest, True)
     entry = server.ledger.journal(UID, STREAM, 1, MAX_COUNTER - 1)
-    assert entry is not None
-    assert entry.sample_index == MAX_COUNTER - 1
+    assert entry and entry.sample_index == MAX_COUNTER - 1
     for wrong in (
         replace(commit, sample_index=MAX_COUNTER + 1),
         replace(commit, total_tokens=-1),
@@ -416,19 +378,7 @@ def test_several_commands_at_once_are_each_written_or_refused(store: LedgerStore
 # Revisions.
 
 
-def test_revisions_are_kept_oldest_first_and_may_share_a_sample_index(server: Server) -> None:
-    assert server.revisions == []
-    for number, index in ((1, 0), (2, 8), (3, 8), (4, 100)):
-        server.revise(number, index)
-    assert server.revisions == [
-        revision_of(1, 0),
-        revision_of(2, 8),
-        revision_of(3, 8),
-        revision_of(4, 100),
-    ]
-
-
-def test_revisions_outlast_generations_and_a_new_leader_and_are_of_one_stream(
+def test_revisions_are_of_one_stream_oldest_first_and_outlast_generations_and_leaders(
     store: LedgerStore,
 ) -> None:
     server = lead(store.open())
@@ -440,7 +390,10 @@ def test_revisions_outlast_generations_and_a_new_leader_and_are_of_one_stream(
     assert new.revisions == [revision_of(1, 4), revision_of(2, 8)]
     new.revise(2, 8)
     new.revise(3, 8)
-    assert len(new.revisions) == 3
+    new.revise(4, 100)
+    assert new.revisions == [
+        revision_of(number, at) for number, at in ((1, 4), (2, 8), (3, 8), (4, 100))
+    ]
     new.ledger.create_run(NAME, "eval", UID, "{}")
     assert list(new.ledger.revisions(UID, "eval")) == []
 
@@ -523,43 +476,31 @@ def test_a_run_without_a_generation_takes_the_uid_of_a_trainers_state(store: Led
     other.revise(1, 8)
     other.do(commands.Adopt, "uid-from-elsewhere")
     other.do(commands.Adopt, "uid-from-elsewhere")  # a repetition
-    assert (other.run.uid, other.run.epoch, other.run.pin) == (
-        "uid-from-elsewhere",
-        other.epoch,
-        "{}",
-    )
+    new = ("uid-from-elsewhere", STREAM)
+    epoch = other.epoch
+    assert (other.run.uid, other.run.epoch, other.run.pin) == (new[0], epoch, "{}")
     for ledger in (server.ledger, other.ledger, store.open()):
-        with pytest.raises(NotLeader, match="took the uid uid-from-elsewhere"):
-            ledger.execute(commands.Commit(UID, STREAM, other.epoch, 1, commit_at(1), False))
-        with pytest.raises(NotLeader):
-            ledger.openings(UID, STREAM)
-        with pytest.raises(NotLeader):
-            ledger.revisions(UID, STREAM)
-        with pytest.raises(NotLeader):
-            ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0))
+        by_the_old: list[Callable[[], object]] = [
+            partial(replace(other, ledger=ledger).commit, 1),
+            partial(ledger.openings, UID, STREAM),
+            partial(ledger.revisions, UID, STREAM),
+            partial(ledger.execute, commands.Acquire(UID, STREAM, "one", 0.0)),
+        ]
+        for call in by_the_old:
+            with pytest.raises(NotLeader, match="took the uid uid-from-elsewhere"):
+                call()
     with pytest.raises(NotLeader):
-        server.do(commands.Adopt, "uid-from-elsewhere")
-    start = commit_at(20)
-    second = commands.Revise(
-        "uid-from-elsewhere", STREAM, other.epoch, revision_of(2, 8), known_changes=1
-    )
-    assert other.ledger.execute(second) == 2
-    other.ledger.execute(
-        commands.Open("uid-from-elsewhere", STREAM, other.epoch, opening_of(6, start), start)
-    )
-    commit = commands.Commit("uid-from-elsewhere", STREAM, other.epoch, 6, commit_at(24), True)
-    assert other.ledger.execute(commit) == 24
+        server.do(commands.Adopt, new[0])
+    start, execute = commit_at(20), other.ledger.execute
+    assert execute(commands.Revise(*new, epoch, revision_of(2, 8), known_changes=1)) == 2
+    execute(commands.Open(*new, epoch, opening_of(6, start), start))
+    assert execute(commands.Commit(*new, epoch, 6, commit_at(24), True)) == 24
     fresh = store.open()
-    assert (
-        fresh.execute(commands.Acquire("uid-from-elsewhere", STREAM, "a", 0.0)) == other.epoch + 1
-    )
-    assert fresh.journal_size("uid-from-elsewhere", STREAM)[0] == 2
-    assert list(fresh.revisions("uid-from-elsewhere", STREAM)) == [
-        revision_of(1, 8),
-        revision_of(2, 8),
-    ]
+    assert fresh.execute(commands.Acquire(*new, "a", 0.0)) == epoch + 1
+    assert fresh.journal_size(*new)[0] == 2
+    assert list(fresh.revisions(*new)) == [revision_of(1, 8), revision_of(2, 8)]
     assert other.committed == commit_at(24)
-    assert fresh.create_run(NAME, STREAM, "uid-7", "{}").uid == "uid-from-elsewhere"
+    assert fresh.create_run(NAME, STREAM, "uid-7", "{}").uid == new[0]
 
 
 def test_a_uid_may_be_adopted_again_and_back(ledger: Ledger) -> None:
@@ -615,12 +556,7 @@ def _contents(ledger: Ledger) -> RunContents:
 
 def _lists(contents: RunContents) -> tuple[object, ...]:
     lists = (contents.openings, contents.journal, contents.revisions, contents.snapshots)
-    return (
-        contents.slots,
-        *(list(each) for each in lists),
-        contents.run.committed,
-        contents.run.record,
-    )
+    return contents.slots, *map(list, lists), contents.run.committed, contents.run.record
 
 
 def test_a_run_is_read_as_a_whole_and_goes_to_every_kind_of_ledger(
@@ -670,23 +606,17 @@ def test_a_backup_shuts_out_all_servers_and_launches_that_it_or_the_ledger_knows
         commands.Import(UID, STREAM, contents, from_backup=True, replace=True)
     )
     assert restored > old.epoch + 1000
-    run = ledger.read_run(NAME, STREAM)
-    assert run is not None
-    assert (run.committed, run.pin, run.lease, run.closed_generation) == (
-        contents.run.committed,
-        None,
-        None,
-        3,
-    )
+    run = old.run
+    assert run.committed == contents.run.committed
+    assert (run.pin, run.lease, run.closed_generation) == (None, None, 3)
     assert _contents(ledger).slots == {}
     with pytest.raises(NotLeader):
         old.commit(16, 3)
     new = Server(ledger, ledger.execute(commands.Acquire(UID, STREAM, "one", 0.0)))
     for generation in (1, 3):
-        with pytest.raises((Fenced, LedgerRolledBack)):
-            new.commit(16, generation)
-        with pytest.raises((Fenced, LedgerRolledBack)):
-            new.claim(0, "n", generation)
+        for call in (partial(new.commit, 16), partial(new.claim, 0, "n")):
+            with pytest.raises((Fenced, LedgerRolledBack)):
+                call(generation)
         with pytest.raises(LedgerError, match="expected 4 or more"):
             new.open(generation, 4, "another")
     new.open(4, 4, "another")
@@ -705,8 +635,7 @@ def test_a_backup_replaces_a_run_that_a_server_began_anew_meanwhile(ledger: Ledg
     ledger.execute(commands.Release("uid-fresh", STREAM, epoch))
     ledger.execute(restore)
     run = ledger.read_run("moved", STREAM)
-    assert run is not None
-    assert (run.uid, run.committed) == ("uid-2", contents.run.committed)
+    assert run and (run.uid, run.committed) == ("uid-2", contents.run.committed)
     with pytest.raises(NotLeader, match="took the uid uid-2"):
         ledger.execute(commands.Release("uid-fresh", STREAM, epoch))
     assert len(list(ledger.openings("uid-2", STREAM))) == 1

@@ -93,9 +93,10 @@ class LedgerMachine(RuleBasedStateMachine):
         committed = self.run.committed
         return (committed.sample_index, committed.digest[7]) if committed is not None else (0, "0")
 
-    def _server(self, leads: bool) -> tuple[int, int]:
+    def _by(self, leads: bool, kind: Callable[..., Command], *values: Any, **more: Any) -> None:
+        """A command of the server that leads, or of the other."""
         who = self.leader if leads else 1 - self.leader
-        return who, self.epochs[who]
+        self._do(who, kind(UID, STREAM, self.epochs[who], *values, **more))
 
     def _do(self, who: int, command: Command) -> int | str | None:
         self.last = command
@@ -125,24 +126,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self, leads: bool, own: bool, lasts: bool, heard_at: float | None, lag: int, known: int
     ) -> None:
         """``own``: the epoch was not given out a second time."""
-        who, epoch = self._server(leads)
-        holder, lease_s = f"server {who if own else 1 - who}", LONG_S if lasts else 0.0
+        holder = f"server {self.leader if leads == own else 1 - self.leader}"
         generation, index = self.generation - lag, max(0, self.committed[0] + known)
-        self._do(
-            who, commands.Renew(UID, STREAM, epoch, holder, lease_s, heard_at, generation, index)
-        )
+        lease_s = LONG_S if lasts else 0.0
+        self._by(leads, commands.Renew, holder, lease_s, heard_at, generation, index)
 
     @rule(leads=LEADS)
     def release(self, leads: bool) -> None:
-        who, epoch = self._server(leads)
-        self._do(who, commands.Release(UID, STREAM, epoch))
+        self._by(leads, commands.Release)
 
     @rule(leads=LEADS, new_uid=st.sampled_from([UID, "another"]))
     def keep_uid(self, leads: bool, new_uid: str) -> None:
         """A run that was opened keeps its uid."""
-        who, epoch = self._server(leads)
         if self.generation or new_uid == UID:
-            self._do(who, commands.Adopt(UID, STREAM, epoch, new_uid))
+            self._by(leads, commands.Adopt, new_uid)
 
     @rule(
         leads=LEADS,
@@ -168,12 +165,8 @@ class LedgerMachine(RuleBasedStateMachine):
         opening = opening_of(self.generation + ahead, committed, f"attempt-{attempt}")
         number = len(self.rules_only.revisions(UID, STREAM)) + 1
         revision = revision_of(number, start, skips=1) if revises else None
-        who, epoch = self._server(leads)
         known = self._known(lag)
-        self._do(
-            who,
-            commands.Open(UID, STREAM, epoch, opening, committed, revision, known_changes=known),
-        )
+        self._by(leads, commands.Open, opening, committed, revision, known_changes=known)
 
     @rule(
         leads=LEADS,
@@ -191,13 +184,9 @@ class LedgerMachine(RuleBasedStateMachine):
         name = (
             present_order if order == "0" else "0f".replace(present_order, "")
         )  # mostly the order that is committed
-        who, epoch = self._server(leads)
         commit = commit_at(index, name)
         generation = self.generation - lag
-        self._do(
-            who,
-            commands.Commit(UID, STREAM, epoch, generation, commit, journal, present_index + known),
-        )
+        self._by(leads, commands.Commit, generation, commit, journal, present_index + known)
 
     @rule(step=st.integers(1, 3), journal=st.booleans())
     def go_on(self, step: int, journal: bool) -> None:
@@ -211,8 +200,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(leads=LEADS, lag=LAG, rank=st.integers(0, 1), nonce=st.sampled_from(["a", "b"]))
     def claim(self, leads: bool, lag: int, rank: int, nonce: str) -> None:
-        who, epoch = self._server(leads)
-        self._do(who, commands.ClaimSlot(UID, STREAM, epoch, self.generation - lag, rank, nonce))
+        self._by(leads, commands.ClaimSlot, self.generation - lag, rank, nonce)
 
     @rule(who=st.integers(0, 1))
     def repeat(self, who: int) -> None:
@@ -230,8 +218,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(leads=LEADS)
     def thin(self, leads: bool) -> None:
-        who, epoch = self._server(leads)
-        self._do(who, commands.ThinJournal(UID, STREAM, epoch))
+        self._by(leads, commands.ThinJournal)
 
     @rule(
         leads=LEADS,
@@ -240,9 +227,7 @@ class LedgerMachine(RuleBasedStateMachine):
         lag=LAG,
     )
     def pin(self, leads: bool, pin: str | None, number: int, lag: int) -> None:
-        who, epoch = self._server(leads)
-        known = self._known(lag)
-        self._do(who, commands.Pin(UID, STREAM, epoch, pin, number, known_changes=known))
+        self._by(leads, commands.Pin, pin, number, known_changes=self._known(lag))
 
     def _known(self, lag: int) -> int:
         """How many changes of the revisions a server knows."""
@@ -265,22 +250,14 @@ class LedgerMachine(RuleBasedStateMachine):
         if any(each.sample_index > index for each in revisions[:-1]):
             return
         generation = 0 if closes is None else max(0, self.generation + closes)
-        who, epoch = self._server(leads)
         revision = revision_of(max(1, len(revisions) + ahead), index, reason)
-        self._do(
-            who,
-            commands.Revise(
-                UID, STREAM, epoch, revision, generation, known_changes=self._known(lag)
-            ),
-        )
+        known = self._known(lag)
+        self._by(leads, commands.Revise, revision, generation, known_changes=known)
 
     @rule(leads=LEADS, back=st.integers(-1, 2), lag=LAG)
     def drop_revisions(self, leads: bool, back: int, lag: int) -> None:
-        who, epoch = self._server(leads)
         number = max(1, len(self.rules_only.revisions(UID, STREAM)) - back)
-        self._do(
-            who, commands.DropRevisions(UID, STREAM, epoch, number, known_changes=self._known(lag))
-        )
+        self._by(leads, commands.DropRevisions, number, known_changes=self._known(lag))
 
     @rule(who=st.integers(0, 1), name=st.sampled_from(["s", "t"]), index=st.integers(0, 2))
     def save_snapshot(self, who: int, name: str, index: int) -> None:
@@ -290,8 +267,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(leads=LEADS, elsewhere=st.sampled_from(["", "", "redis://b"]))
     def move(self, leads: bool, elsewhere: str) -> None:
-        who, epoch = self._server(leads)
-        self._do(who, commands.Move(UID, STREAM, epoch, elsewhere))
+        self._by(leads, commands.Move, elsewhere)
 
     @rule(who=st.integers(0, 1))
     def come_back(self, who: int) -> None:
@@ -352,7 +328,6 @@ def _outcome(ledger: Ledger, command: Command) -> int | str | None:
 
 def _without_times(run: StoredRun | None) -> StoredRun:
     """Two ledgers have two clocks; of a lease it stays whether it was released."""
-    assert run is not None
     lease = run.lease and replace(
         run.lease, acquired_at=0.0, lapses_at=min(run.lease.lapses_at, 1.0)
     )
@@ -450,10 +425,8 @@ LUA_MUTANTS = {
         "if revision_changes() ~= tonumber(ARGV[#ARGV]) then return refused(same) end",
     ),
     "dropped twice": (
-        *(
-            "drop_revisions",
-            "if revision_changes() ~= tonumber(ARGV[#ARGV]) then return {1, revision_changes()} end",
-        ),
+        "drop_revisions",
+        "if revision_changes() ~= tonumber(ARGV[#ARGV]) then return {1, revision_changes()} end",
     ),
     "closed": ("commit", "present > tonumber(field('closed_generation') or '0') and"),
     "closes another": (
@@ -472,13 +445,11 @@ LUA_MUTANTS = {
 
 #: A guard of the rules that refuses nothing.
 RULE_MUTANTS = (
-    *(
-        "_refuse_epoch",
-        "_refuse_generation",
-        "_refuse_lost_revisions",
-        "_refuse_rolled_back",
-        "_is_committed",
-    ),
+    "_refuse_epoch",
+    "_refuse_generation",
+    "_refuse_lost_revisions",
+    "_refuse_rolled_back",
+    "_is_committed",
 )
 
 

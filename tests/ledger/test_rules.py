@@ -6,6 +6,7 @@ Other ledgers are held against these by ``test_machine.py``.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from support.ledger_data import commit_at, opening_of, revision_of
@@ -31,25 +32,11 @@ def store() -> LedgerStore:
     return MemoryStore()
 
 
-@pytest.fixture
-def ledger(store: LedgerStore) -> Ledger:
-    return store.open()
-
-
-@pytest.fixture
-def server(ledger: Ledger) -> Server:
-    made = lead(ledger)
-    made.open(1, 0)
-    return made
-
-
 def test_an_epoch_that_was_never_given_is_refused(server: Server) -> None:
-    with pytest.raises(LedgerRolledBack, match="epoch 1, but had given out 2"):
-        replace(server, epoch=server.epoch + 1).commit(1)
-    with pytest.raises(LedgerRolledBack, match="epoch 1, but had given out 2"):
-        replace(server, epoch=server.epoch + 1).revise(1, 0)
-    with pytest.raises(LedgerRolledBack, match="epoch 1, but had given out 2"):
-        replace(server, epoch=server.epoch + 1).drop(1)
+    ahead = replace(server, epoch=server.epoch + 1)
+    for write in (partial(ahead.commit, 1), partial(ahead.revise, 1, 0), partial(ahead.drop, 1)):
+        with pytest.raises(LedgerRolledBack, match="epoch 1, but had given out 2"):
+            write()
     assert server.revisions == []
 
 
@@ -95,10 +82,9 @@ def test_a_ledger_that_is_behind_what_its_server_knows_is_refused_before_anythin
         LedgerRolledBack, match=r"generation 1, sample index 8, but .*generation 1, sample index 12"
     ):
         server.do(Commit, 1, commit_at(16), False, 12)
-    with pytest.raises(LedgerRolledBack):
-        server.do(Renew, "one", 5.0, None, 1, 9)
-    with pytest.raises(LedgerRolledBack):
-        server.do(Renew, "one", 5.0, None, 2, 0)
+    for generation, index in ((1, 9), (2, 0)):
+        with pytest.raises(LedgerRolledBack):
+            server.do(Renew, "one", 5.0, None, generation, index)
     with pytest.raises(LedgerRolledBack, match="at generation 1, but the call's is 2"):
         server.commit(16, 2)
     assert server.committed == commit_at(8)
@@ -108,13 +94,14 @@ def test_a_ledger_that_is_behind_what_its_server_knows_is_refused_before_anythin
 
 def test_an_attempt_opens_once_and_the_refusal_names_its_generation(server: Server) -> None:
     server.open(2, 0, attempt="launch-2")
-    for generation in (2, 3):
-        with pytest.raises(AttemptUsed, match="'attempt-1' opened generation 1"):
-            server.open(generation, 0, attempt="attempt-1")
-    with pytest.raises(AttemptUsed, match="'launch-2' opened generation 2"):
-        server.open(3, 0, attempt="launch-2")
-    with pytest.raises(AttemptUsed):
-        server.open(2, 4, attempt="launch-2")  # another start: not a repetition
+    for generation, start, attempt, opened in (
+        (2, 0, "attempt-1", 1),
+        (3, 0, "attempt-1", 1),
+        (3, 0, "launch-2", 2),
+        (2, 4, "launch-2", 2),  # another start: not a repetition
+    ):
+        with pytest.raises(AttemptUsed, match=f"'{attempt}' opened generation {opened}"):
+            server.open(generation, start, attempt=attempt)
     assert server.run.opening == opening_of(2, commit_at(0), "launch-2")
 
 

@@ -52,7 +52,6 @@ def test_a_link_is_followed_to_where_the_file_is(tmp_path: Path) -> None:
     (tmp_path / "ledger.db").symlink_to(tmp_path / "far" / "ledger.db")
     table = f"27 1 254:0 / / rw - ext4 /dev/vda rw\n28 27 0:9 / {tmp_path.resolve()}/far rw - nfs filer:/far rw"
     found = mount_of(tmp_path / "ledger.db", table)
-    assert found is not None
     assert found.kind == "nfs"
 
 
@@ -130,7 +129,6 @@ def test_a_ledger_on_a_network_file_system_is_refused_with_the_remedy_before_a_f
 @pytest.mark.skipif(sys.platform != "linux", reason="the table of mounts is Linux's")
 def test_the_table_of_this_machine_has_the_folder_of_this_test(tmp_path: Path) -> None:
     found = mount_of(tmp_path, sqlite_file.MOUNTS.read_text(encoding="utf-8"))
-    assert found is not None
     assert tmp_path.resolve().is_relative_to(found.point)
     assert found.kind
     assert found.point == "/" or Path(found.point).is_mount()

@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledger_data import commit_at, opening_of
+from support.ledger_data import commit_at
+from support.ledger_server import NAME, STREAM, UID, Server, lead
 from tokenloom_server.errors import (
     ConfigError,
     LeaseHeld,
@@ -25,10 +27,12 @@ from tokenloom_server.errors import (
     NotLeader,
 )
 from tokenloom_server.ledger import sqlite_file
-from tokenloom_server.ledger.commands import Acquire, Commit, Open, Pin
+from tokenloom_server.ledger.commands import Acquire, Pin
 from tokenloom_server.ledger.open import open_ledger
 from tokenloom_server.ledger.sqlite import SqliteLedger
 from tokenloom_tools.ledger import back_up, run_faults, saved_runs, store_faults
+
+HELD = Acquire(UID, STREAM, "one", 500.0)
 
 
 def test_a_relative_url_is_relative_to_the_base_folder_and_an_absolute_one_is_not(
@@ -47,20 +51,19 @@ def test_a_relative_url_is_relative_to_the_base_folder_and_an_absolute_one_is_no
 @pytest.mark.parametrize(
     "url",
     [
-        *("", "tokenloom.db", "postgres://host/db", "unix:///"),
-        *(
-            "sqlite:",
-            "sqlite:///",
-            "sqlite://host/file.db",
-            "sqlite:///:memory:",
-            "sqlite:///file.db?mode=ro",
-        ),
-        *(
-            "redis://host:notaport/0",
-            "redis://host:99999/0",
-            "redis://host/name",
-            "redis://host/0?decode_responses=0",
-        ),
+        "",
+        "tokenloom.db",
+        "postgres://host/db",
+        "unix:///",
+        "sqlite:",
+        "sqlite:///",
+        "sqlite://host/file.db",
+        "sqlite:///:memory:",
+        "sqlite:///file.db?mode=ro",
+        "redis://host:notaport/0",
+        "redis://host:99999/0",
+        "redis://host/name",
+        "redis://host/0?decode_responses=0",
     ],
 )
 def test_a_url_that_names_no_ledger_is_refused_with_what_is_expected(
@@ -126,10 +129,10 @@ def test_another_schema_is_refused_by_its_number_and_left_as_it_is(
 def test_a_damaged_file_is_an_error_and_not_an_empty_ledger(tmp_path: Path) -> None:
     path = tmp_path / "tokenloom.db"
     with closing(SqliteLedger(path)) as ledger:
-        ledger.create_run("run", "train", "uid", "{}")
+        lead(ledger)
     path.write_bytes(path.read_bytes()[:4096] + b"\xff" * (path.stat().st_size - 4096))
     with pytest.raises(LedgerError, match="damaged"), closing(SqliteLedger(path)) as ledger:
-        ledger.read_run("run", "train")
+        ledger.read_run(NAME, STREAM)
 
 
 def test_a_file_that_another_process_holds_locked_is_unavailable_for_as_long(
@@ -141,30 +144,26 @@ def test_a_file_that_another_process_holds_locked_is_unavailable_for_as_long(
         closing(SqliteLedger(path)) as ledger,
         closing(sqlite3.connect(path, isolation_level=None)) as other,
     ):
-        ledger.create_run("run", "train", "uid", "{}")
+        server = lead(ledger)
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(LedgerUnavailable, match="locked"):
-            ledger.execute(Acquire("uid", "train", "a", 0.0))
-        assert ledger.read_run("run", "train") is not None
+            server.revise(1, 8)
+        assert server.revisions == []
         other.execute("ROLLBACK")
-        assert ledger.execute(Acquire("uid", "train", "a", 0.0)) == 1
+        assert server.revise(1, 8) == 1
 
 
 def test_a_full_disk_is_unavailable_and_loses_nothing(tmp_path: Path) -> None:
     with closing(SqliteLedger(tmp_path / "tokenloom.db")) as ledger:
-        ledger.create_run("run", "train", "uid", "{}")
-        epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
-        ledger.execute(Open("uid", "train", epoch, opening_of(1, commit_at(0)), commit_at(0)))
+        server = lead(ledger)
+        server.open(1, 0)
         with ledger._file.reading() as connection:
             (pages,) = connection.execute("PRAGMA page_count").fetchone()
             connection.execute(f"PRAGMA max_page_count = {pages}")
-        big = commit_at(4)
         with pytest.raises(LedgerUnavailable, match="full"):
-            ledger.execute(Pin("uid", "train", epoch, "x" * 1_000_000, 1))
-        assert ledger.execute(Commit("uid", "train", epoch, 1, big, False)) == 4
-        run = ledger.read_run("run", "train")
-        assert run is not None
-        assert (run.committed, run.pin) == (big, None)
+            server.do(Pin, "x" * 1_000_000, 1)
+        assert server.commit(4) == 4
+        assert (server.committed, server.run.pin) == (commit_at(4), None)
 
 
 def test_a_closed_ledger_is_unavailable(tmp_path: Path) -> None:
@@ -191,24 +190,18 @@ _COMMITTER = """
 import sys
 import time
 from pathlib import Path
-from support.ledger_data import commit_at, opening_of
+from support.ledger_server import lead
 from tokenloom_server.errors import NotLeader
-from tokenloom_server.ledger import commands
 from tokenloom_server.ledger.sqlite import SqliteLedger
-from tokenloom_tools.ledger import back_up, saved_runs
-from tokenloom_tools.ledger import run_faults, store_faults
 
-ledger = SqliteLedger(Path(sys.argv[1]))
-run = ledger.create_run("run", "train", "uid", "{}")
-epoch = ledger.execute(commands.Acquire("uid", "train", "a", 0.0))
+server = lead(SqliteLedger(Path(sys.argv[1])))
+run = server.run
 generation = run.opening.generation + 1 if run.opening else 1
-start = run.committed or commit_at(0)
-ledger.execute(commands.Open("uid", "train", epoch, opening_of(generation, start), start))
-index = start.sample_index
+index = run.committed.sample_index if run.committed else 0
+server.open(generation, index)
 try:
     while True:
-        after = commit_at(index + 1)
-        index = ledger.execute(commands.Commit("uid", "train", epoch, generation, after, index % 7 == 0))
+        index = server.commit(index + 1, generation, journal=index % 7 == 0)
         print(index, flush=True)
         time.sleep(0.001)  # no server commits without a pause, and SQLite has no queue for who else wants to write
 except NotLeader:
@@ -234,39 +227,31 @@ def test_no_acknowledged_commit_is_lost_when_the_server_is_killed(tmp_path: Path
     acknowledged = 0
     for lines in (1, 40, 17):
         with _committer(path) as child:
-            assert child.stdout is not None
             read = [child.stdout.readline() for _ in range(lines)]
             child.kill()
             read += child.stdout.readlines()
         acknowledged = max(int(line) for line in read if line.endswith("\n"))
         with closing(SqliteLedger(path)) as ledger:
-            run = ledger.read_run("run", "train")
-        assert run is not None
-        assert run.committed is not None
-        assert acknowledged <= run.committed.sample_index
-        assert run.committed == commit_at(run.committed.sample_index)
+            committed = Server(ledger, 0).committed
+        assert acknowledged <= committed.sample_index
+        assert committed == commit_at(committed.sample_index)
     assert acknowledged > 0
 
 
 def test_of_two_server_processes_on_one_file_the_later_one_commits_alone(tmp_path: Path) -> None:
     path = tmp_path / "tokenloom.db"
     with _committer(path) as first:
-        assert first.stdout is not None
         first.stdout.readline()
         with closing(SqliteLedger(path)) as ledger:
-            epoch = ledger.execute(Acquire("uid", "train", "a", 0.0))
-            before = ledger.read_run("run", "train")
-            assert before is not None
-            assert before.committed is not None
+            server = lead(ledger)
+            before = server.run
             assert first.stdout.readlines()[-1] == "not leader\n"
             assert first.wait(timeout=60) == 0
-            assert ledger.read_run("run", "train") == before
+            assert server.run == before
             with pytest.raises(NotLeader):
-                ledger.execute(Commit("uid", "train", epoch - 1, 1, commit_at(10**6), False))
-            after = commit_at(before.committed.sample_index + 1)
-            assert (
-                ledger.execute(Commit("uid", "train", epoch, 1, after, False)) == after.sample_index
-            )
+                replace(server, epoch=server.epoch - 1).commit(10**6)
+            index = server.committed.sample_index + 1
+            assert server.commit(index) == index
 
 
 def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:
@@ -275,10 +260,10 @@ def test_a_commit_waits_for_another_process_that_writes(tmp_path: Path) -> None:
         closing(SqliteLedger(path)) as ledger,
         closing(sqlite3.connect(path, isolation_level=None)) as other,
     ):
-        ledger.create_run("run", "train", "uid", "{}")
+        server = lead(ledger)
         other.execute("BEGIN IMMEDIATE")
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(ledger.execute, Acquire("uid", "train", "a", 0.0))
+            waiting = pool.submit(server.revise, 1, 8)
             deadline = time.monotonic() + 0.1
             while time.monotonic() < deadline:
                 assert not waiting.done()
@@ -327,9 +312,9 @@ def _changed(path: Path, how: str) -> Iterator[None]:
         yield
         return
     with closing(SqliteLedger(path)) as other:
-        other.create_run("run", "train", "uid-of-another", "{}")
+        other.create_run(NAME, STREAM, "uid-of-another", "{}")
         yield
-        assert other.read_run("run", "train") is not None
+        assert other.read_run(NAME, STREAM) is not None
         assert Path(f"{path}-wal").exists()
 
 
@@ -344,27 +329,26 @@ def test_a_file_that_was_deleted_or_replaced_while_it_was_open_is_a_ledger_that_
     if how == "behind a link":
         path.symlink_to(tmp_path / "elsewhere.db")
     with closing(SqliteLedger(path)) as ledger:
-        ledger.create_run("run", "train", "uid", "{}")
-        epoch = ledger.execute(Acquire("uid", "train", "a", 5.0))
+        server = lead(ledger)
         before = ledger.identity()
         with _changed(path, how):
             assert ledger.identity() != before
             if how == "its folder deleted":
                 for _ in range(2):
                     with pytest.raises(ConfigError, match=r"folder .* does not exist"):
-                        ledger.execute(Pin("uid", "train", epoch, "here", 1))
+                        server.do(Pin, "here", 1)
                 path.parent.mkdir()
             with pytest.raises(
                 LedgerRolledBack, match=r"deleted, moved or replaced .* Bring its data back"
             ):
-                ledger.execute(Pin("uid", "train", epoch, "here", 1))
+                server.do(Pin, "here", 1)
             # From now on it is the file that everybody finds there.
-            stored = ledger.read_run("run", "train")
-            uids = {"replaced": "uid-of-another", "its log deleted": "uid"}
+            stored = ledger.read_run(NAME, STREAM)
+            uids = {"replaced": "uid-of-another", "its log deleted": UID}
             assert (stored and stored.uid) == uids.get(how)
-            ledger.create_run("further", "train", "uid-2", "{}")
+            ledger.create_run("further", STREAM, "uid-2", "{}")
         with closing(SqliteLedger(path)) as third:
-            assert third.read_run("further", "train") is not None
+            assert third.read_run("further", STREAM) is not None
 
 
 def test_an_hour_by_which_the_wall_clock_is_set_moves_no_lease_on_one_machine(
@@ -372,14 +356,14 @@ def test_an_hour_by_which_the_wall_clock_is_set_moves_no_lease_on_one_machine(
 ) -> None:
     wall_clock = time.time
     with closing(SqliteLedger(tmp_path / "ledger.db")) as ledger:
-        ledger.create_run("run", "train", "uid", "{}")
-        ledger.execute(Acquire("uid", "train", "a", 500.0))
+        lead(ledger)
+        ledger.execute(HELD)
         for skew_s in (3600, -3600):
             monkeypatch.setattr(time, "time", lambda skew_s=skew_s: wall_clock() + skew_s)
             with closing(SqliteLedger(tmp_path / "ledger.db")) as other:
                 assert abs(other.clock() - ledger.clock()) < 100
                 with pytest.raises(LeaseHeld, match=r"lasts (500|4\d\d)\.\d s more"):
-                    other.execute(Acquire("uid", "train", "b", 500.0))
+                    other.execute(replace(HELD, holder="b"))
 
 
 def test_a_container_whose_monotonic_clock_is_its_own_takes_no_lease_that_is_held(
@@ -388,8 +372,8 @@ def test_a_container_whose_monotonic_clock_is_its_own_takes_no_lease_that_is_hel
     path, namespace, monotonic = tmp_path / "ledger.db", tmp_path / "time", time.monotonic
     namespace.symlink_to("time:[7]")
     with closing(SqliteLedger(path)) as ledger:
-        ledger.create_run("run", "train", "uid", "{}")
-        ledger.execute(Acquire("uid", "train", "a", 500.0))
+        lead(ledger)
+        ledger.execute(HELD)
         with monkeypatch.context() as patch:
             patch.setattr(sqlite_file, "_TIME_NAMESPACE", namespace)
             patch.setattr(time, "monotonic", lambda: monotonic() + 86400)
@@ -397,7 +381,7 @@ def test_a_container_whose_monotonic_clock_is_its_own_takes_no_lease_that_is_hel
                 closing(SqliteLedger(path)) as other,
                 pytest.raises(LeaseHeld, match=r"lasts (500|4\d\d)\.\d s more"),
             ):
-                other.execute(Acquire("uid", "train", "b", 500.0))
+                other.execute(replace(HELD, holder="b"))
         with closing(SqliteLedger(path)) as third:
             assert third.clock() == pytest.approx(ledger.clock(), abs=100)
 
@@ -424,7 +408,7 @@ def test_a_ledger_on_a_full_disk_can_be_checked_and_saved_and_a_new_one_leaves_n
 ) -> None:
     path, new = tmp_path / "ledger.db", tmp_path / "new.db"
     with closing(SqliteLedger(path)) as ledger:
-        ledger.create_run("run", "train", "uid", "{}")
+        lead(ledger)
         if not in_use:
             ledger.close()
         former = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -435,12 +419,12 @@ def test_a_ledger_on_a_full_disk_can_be_checked_and_saved_and_a_new_one_leaves_n
             with pytest.raises(LedgerUnavailable, match="free space"):
                 SqliteLedger(new)
             full = open_ledger(f"sqlite:///{path}", tmp_path, must_exist=True)
-            faults = [*store_faults(full), *run_faults(full, "run", "train")]
+            faults = [*store_faults(full), *run_faults(full, NAME, STREAM)]
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, former)
         with closing(full):
-            back_up(full, [("run", "train")], tmp_path / "backup")
-        assert [next(saved_runs(tmp_path / "backup", None)).run.name] == ["run"]
+            back_up(full, [(NAME, STREAM)], tmp_path / "backup")
+        assert next(saved_runs(tmp_path / "backup", None)).run.name == NAME
         # It cannot be written to, so that no server may begin on it.
         assert [fault.partition(":")[0] for fault in faults] == (
             [] if in_use else ["LedgerUnavailable"]

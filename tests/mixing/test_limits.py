@@ -83,17 +83,6 @@ def test_a_source_says_what_its_end_does_to_its_node(parent: str, source: str, e
     assert walk.given in ([5, 5], [5, 6]) if ends else walk.given == [5, 50]
 
 
-def test_two_sources_at_nine_to_one_end_with_the_first_or_are_read_to_the_last_sample() -> None:
-    for on_exhausted, total, slack in (("stop", 8_000 / 0.9, 2), ("drop", 108_000, 0)):
-        config = config_of("least_consumed", 0.9, 0.1, on_exhausted=on_exhausted)
-        walk = Walk(config, [8_000, 100_000])
-        while walk.leap(100_000)[-1] != NOTHING:
-            pass
-        assert abs(sum(walk.given) - total) <= slack
-        if on_exhausted == "drop":
-            assert walk.given == [8_000, 100_000]
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("presence", ["paused", "dropped"])
 def test_who_is_paused_or_dropped_gets_nothing_and_is_not_out(policy: str, presence: str) -> None:

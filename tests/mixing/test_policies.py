@@ -15,11 +15,10 @@ from support.corpora import (
     id_rows,
     mixture,
     order_of,
-    parsed,
-    write_jsonl,
     write_parquet,
 )
-from tokenloom_server.errors import ConfigError, SnapshotInvalid, SourceError
+from support.mixing import node
+from tokenloom_server.errors import SnapshotInvalid
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 
@@ -68,7 +67,7 @@ def test_size_estimates_are_in_the_record_where_a_policy_needs_them_and_are_kept
 
 def test_states_hold_weights_only_where_a_policy_makes_them(folder: Path) -> None:
     root = under("balance_remaining")["mixture"]
-    root["children"] += [{"policy": "weighted", "children": [root["children"].pop()]}]
+    root["children"] += [node("weighted", root["children"].pop())]
     order = order_of(folder, mixture(mixture=root))
     nodes = json.loads(encode_state(order, advanced(order, order.initial(), 100)))["nodes"]
     assert [{len(child) for child in children} for children in nodes] == [{6}, {4}]
@@ -94,33 +93,3 @@ def test_a_state_with_other_weights_than_there_can_be_is_refused(
     at[path[-1]] = value
     with pytest.raises(SnapshotInvalid, match=says):
         decode_state(order, json.dumps(document))
-
-
-@pytest.mark.parametrize("scheme", ["parquet", "jsonl"])
-def test_an_empty_source_is_refused_at_start_by_name(
-    folder: Path, tmp_path: Path, scheme: str
-) -> None:
-    write_parquet(tmp_path / "empty.parquet", [])
-    write_jsonl(tmp_path / "empty.jsonl", [])
-    write_parquet(tmp_path / "full.parquet", [[1, 2, 3]])
-    spec = f"{scheme}:empty.{scheme}:ids"
-    document = mixture(
-        mixture={
-            "policy": "least_consumed",
-            "children": [{"source": "parquet:full.parquet:ids"}, {"source": spec}],
-        }
-    )
-    with pytest.raises(SourceError, match=f"source '{spec}' has no rows: its 1 files"):
-        order_of(tmp_path, document)
-
-
-def test_a_run_without_an_end_has_nothing_to_estimate() -> None:
-    endless = under("soft_sequential")
-    endless["mixture"]["children"][1]["epochs"] = float("inf")
-    with pytest.raises(
-        ConfigError,
-        match=r"children\.1\.epochs: found \.inf, but the policy 'soft_sequential' above",
-    ):
-        parsed(endless)
-    endless["mixture"]["children"][1]["max_tokens"] = 1000
-    assert parsed(endless).measured_sources == (0, 2)

@@ -127,15 +127,6 @@ def test_a_ledger_of_before_has_a_constant_size() -> None:
     assert BatchPlans.read("", first).plans == (first,)
 
 
-def test_boundaries_are_where_the_group_of_the_last_step_begins() -> None:
-    batch_plans = BatchPlans.constant(
-        BatchPlan(start_index=100, world_size=2, batch_size=3, group_micro_steps=4)
-    )
-    assert [batch_plans.boundary(index) for index in (100, 101, 106, 123, 124, 125, 148, 149)] == [
-        *(100, 100, 100, 100, 100, 124, 124, 148)
-    ]
-
-
 def test_thresholds_far_away_cost_nothing() -> None:
     """Where the size changes is worked out, and not gone to."""
     schedule = BatchSchedule(((0, 1), (10**15, 2), (MAX_COUNTER, 3)))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -24,6 +24,7 @@ from tokenloom_server.errors import ConfigError, SourceError, TokenizerError
 from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.notes import label_notes, label_shares
+from tokenloom_server.packing.tokenized_rows import TokenizedRows
 from tokenloom_server.tokenizer.chat_renderer import ChatRenderer
 from tokenloom_server.tokenizer.definition import find_tokenizer
 from tokenloom_server.workers import chats
@@ -179,13 +180,38 @@ WRITERS: dict[str, Write] = {
 }
 
 
-def _order(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, template: str | None, spec: str, **of: Any
-) -> PipelineFactory:
-    """A run over one source of conversations, with the tokeniser as transformers saves it."""
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder / "tokenizer")
-    return order_of(folder, _mixture(spec, **of))
+class Place(NamedTuple):
+    """A folder of conversations, and the tokeniser of the runs in it."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerFast
+
+    def jsonl(self, *chats: Any) -> str:
+        return _jsonl(self.folder, [{"messages": chat} for chat in chats])
+
+    def order(self, template: str | None, spec: str, **of: Any) -> PipelineFactory:
+        """A run over one source of conversations, with the tokeniser as transformers saves it."""
+        self.tokenizer.chat_template = template
+        self.tokenizer.save_pretrained(self.folder / "tokenizer")
+        return order_of(self.folder, _mixture(spec, **of))
+
+    def read(self, template: str | None, spec: str, **of: Any) -> Iterator[TokenizedRows]:
+        return self.order(template, spec, **of).documents(0).read(None)
+
+    def expected(self, messages: Any, tools: Any = None) -> tuple[list[int], list[int]]:
+        encoded = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenize=True,
+        )
+        return encoded["input_ids"], encoded["assistant_masks"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Place:
+    return Place(tmp_path, tokenizer)
 
 
 def _mixture(spec: str, packing: str = "none", **of: Any) -> dict[str, Any]:
@@ -196,41 +222,26 @@ def _mixture(spec: str, packing: str = "none", **of: Any) -> dict[str, Any]:
 
 def _read(order: PipelineFactory) -> list[tuple[list[int], list[int] | None]]:
     """Ids and loss mask of each row."""
-    rows: list[tuple[list[int], list[int] | None]] = []
-    for part in order.documents(0).read(None):
-        begins = [0, *part.ends.tolist()]
-        for begin, end in pairwise(begins):
-            rows.append(
-                (
-                    part.ids[begin:end].tolist(),
-                    None if part.mask is None else part.mask[begin:end].tolist(),
-                )
-            )
-    return rows
-
-
-def _expected(
-    tokenizer: PreTrainedTokenizerFast, messages: Any, tools: Any = None
-) -> tuple[list[int], list[int]]:
-    encoded = tokenizer.apply_chat_template(
-        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
-    )
-    return encoded["input_ids"], encoded["assistant_masks"]
+    return [
+        (part.ids[a:b].tolist(), None if part.mask is None else part.mask[a:b].tolist())
+        for part in order.documents(0).read(None)
+        for a, b in pairwise([0, *part.ends.tolist()])
+    ]
 
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_ids_and_masks_are_those_of_apply_chat_template(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str, write: str
+    place: Place, template: str, write: str
 ) -> None:
     chats = CHATS + RICH * (template == "chatml")
     rows = [{"messages": chat, "tools": TOOLS if i % 2 else None} for i, chat in enumerate(chats)]
-    spec = WRITERS[write](tmp_path, rows)
+    spec = WRITERS[write](place.folder, rows)
     if write in ("parquet", "arrow"):
         # What a trainer would hand over: in structures of one type, a key that a message lacks is there, without value.
         rows = pa.Table.from_pylist(rows).to_pylist()
 
-    order = _order(tmp_path, tokenizer, TEMPLATES[template], spec, chat_tools="tools")
+    order = place.order(TEMPLATES[template], spec, chat_tools="tools")
     read, source = _read(order), order.readers.open(0)
 
     texts = [
@@ -238,32 +249,28 @@ def test_ids_and_masks_are_those_of_apply_chat_template(
         for row in range(len(rows) + 1)
     ]
     assert texts == [texts[0][row:] for row in range(len(rows) + 1)]
-    assert read == [_expected(tokenizer, row["messages"], row["tools"]) for row in rows]
+    assert read == [place.expected(row["messages"], row["tools"]) for row in rows]
     assert any(any(mask or ()) for _, mask in read) and all(
         len(ids) == len(mask or ()) for ids, mask in read
     )
 
 
-def test_the_mask_travels_with_the_samples_and_other_sources_count_wholly(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
-    (tmp_path / "a.txt").write_text("plain text\n", encoding="utf-8")
-    order = _order(tmp_path, tokenizer, CHATML, spec)
+def test_the_mask_travels_with_the_samples_and_other_sources_count_wholly(place: Place) -> None:
+    spec = place.jsonl(*CHATS)
+    (place.folder / "a.txt").write_text("plain text\n", encoding="utf-8")
+    order = place.order(CHATML, spec)
     document = _mixture(spec, "best_fit")
     document["mixture"]["children"].append({"source": "txt:a.txt:text"})
-    both = order_of(tmp_path, document)
+    both = order_of(place.folder, document)
 
     assert order.record.engine is not None and order.record.engine.engine == "tokenizers"
     assert both.form.masked and both.documents(1).read(None).__next__().mask is None
     sample = next(iter(both.packers()(0, both.initial().sources[0]).blocks())).ids[0]
     bits = int.from_bytes(sample[-both.form.mask_bytes :], "little").bit_count()
-    assert bits == sum(sum(_expected(tokenizer, chat)[1]) for chat in CHATS)
+    assert bits == sum(sum(place.expected(chat)[1]) for chat in CHATS)
 
 
-def test_a_row_that_the_template_refuses_is_a_bad_row_named_by_file_and_row(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_row_that_the_template_refuses_is_a_bad_row_named_by_file_and_row(place: Place) -> None:
     chats: list[Any] = [
         CHATS[0],
         _said("a") * 2,
@@ -273,13 +280,13 @@ def test_a_row_that_the_template_refuses_is_a_bad_row_named_by_file_and_row(
         CHATS[3],
         [{"role": "user", "content": 1}],
     ]
-    spec = _jsonl(tmp_path, [{"messages": chat} for chat in chats])
-    skipping = _order(tmp_path, tokenizer, MISTRAL, spec, on_bad_row="skip")
+    spec = place.jsonl(*chats)
+    skipping = place.order(MISTRAL, spec, on_bad_row="skip")
 
     parts = list(skipping.documents(0).read(None))
     read = _read(skipping)
     assert [bool(ids) for ids, _ in read] == [True, False, False, False, False, True, False]
-    assert (read[0], read[5]) == (_expected(tokenizer, chats[0]), _expected(tokenizer, chats[5]))
+    assert (read[0], read[5]) == (place.expected(chats[0]), place.expected(chats[5]))
     reasons = {row: reason for part in parts for (_, row), reason in part.reasons.items()}
     assert sorted(reasons) == [1, 2, 3, 4, 6]
     assert (
@@ -290,7 +297,7 @@ def test_a_row_that_the_template_refuses_is_a_bad_row_named_by_file_and_row(
     for row in (2, 3, 4):
         assert f"chats.jsonl: row {row}: " in reasons[row]
 
-    failing = order_of(tmp_path, _mixture(spec))
+    failing = order_of(place.folder, _mixture(spec))
     reader = failing.documents(0).read(None)
     assert len(next(reader).ends) == 1
     with pytest.raises(
@@ -300,22 +307,22 @@ def test_a_row_that_the_template_refuses_is_a_bad_row_named_by_file_and_row(
 
 
 def test_a_changed_template_or_special_token_is_refused_and_an_unused_one_is_none_of_the_run(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    place: Place,
 ) -> None:
-    spec = _jsonl(tmp_path, [{"messages": chat, "text": "a"} for chat in CHATS])
-    record = _order(tmp_path, tokenizer, CHATML, spec).record.to_json()
+    spec = _jsonl(place.folder, [{"messages": chat, "text": "a"} for chat in CHATS])
+    record = place.order(CHATML, spec).record.to_json()
     document = _mixture(spec)
     plain = flat(["jsonl:chats.jsonl:text"], tokenizer="tokenizer")
-    without = order_of(tmp_path, plain).record.to_json()
-    builder.load(parsed(document), tmp_path, None, record)
+    without = order_of(place.folder, plain).record.to_json()
+    builder.load(parsed(document), place.folder, None, record)
 
-    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(CHATML + " ", encoding="utf-8")
+    (place.folder / "tokenizer" / "chat_template.jinja").write_text(CHATML + " ", encoding="utf-8")
 
     with pytest.raises(
         TokenizerError, match=r"its files have the digest .* put the old files back"
     ):
-        builder.load(parsed(document), tmp_path, None, record)
-    builder.load(parsed(plain), tmp_path, None, without)
+        builder.load(parsed(document), place.folder, None, record)
+    builder.load(parsed(plain), place.folder, None, without)
 
 
 @pytest.mark.parametrize(
@@ -330,34 +337,34 @@ def test_a_changed_template_or_special_token_is_refused_and_an_unused_one_is_non
     ],
 )
 def test_a_template_that_cannot_say_what_the_assistants_tokens_are_is_refused_before_the_run(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str, reason: str
+    place: Place, template: str, reason: str
 ) -> None:
-    spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
+    spec = place.jsonl(*CHATS)
     with pytest.raises(TokenizerError, match=reason):
-        _order(tmp_path, tokenizer, template or None, spec)
+        place.order(template or None, spec)
 
 
 @pytest.mark.parametrize("write", ["jsonl", "parquet"])
 def test_answers_are_found_without_blocks_where_the_source_says_so(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, write: str
+    place: Place, write: str
 ) -> None:
     rows = [
         {"messages": chat, "tools": TOOLS if i % 2 else None} for i, chat in enumerate(CHATS + RICH)
     ]
-    spec = WRITERS[write](tmp_path, rows)
+    spec = WRITERS[write](place.folder, rows)
     of = {"chat_tools": "tools", "loss_on": "answers"}
     end, line = "        {%- endgeneration %}\n", "        {{- '\\n' }}\n"
     assert end + line in CHATML
     plain = CHATML.replace(end, "").replace("{%- generation %}", "")
     asks = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 
-    order = _order(tmp_path, tokenizer, plain + asks, spec, **of)
+    order = place.order(plain + asks, spec, **of)
     read = _read(order)
     # As in TRL's training templates, the end of the last line counts.
-    tokenizer.chat_template = CHATML.replace(end + line, line + end)
+    place.tokenizer.chat_template = CHATML.replace(end + line, line + end)
     if write == "parquet":
         rows = pa.Table.from_pylist(rows).to_pylist()
-    assert read == [_expected(tokenizer, row["messages"], row["tools"]) for row in rows]
+    assert read == [place.expected(row["messages"], row["tools"]) for row in rows]
     assert (
         json.loads(order.record.to_json())["config"]["mixture"]["children"][0]["loss_on"]
         == "answers"
@@ -374,24 +381,22 @@ PAIRS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("write", ["jsonl", "parquet"])
-def test_of_a_text_the_completion_counts_and_its_end(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, write: str
-) -> None:
-    spec = WRITERS[write](tmp_path, PAIRS).replace(":messages", ":completion")
+def test_of_a_text_the_completion_counts_and_its_end(place: Place, write: str) -> None:
+    spec = WRITERS[write](place.folder, PAIRS).replace(":messages", ":completion")
     template = '{id}: {prompt}\n"A":{completion}\n'
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    place.tokenizer.save_pretrained(place.folder / "tokenizer")
 
-    read = _read(order_of(tmp_path, _mixture(spec, template=template, loss_on="completion")))
+    read = _read(order_of(place.folder, _mixture(spec, template=template, loss_on="completion")))
 
     for pair, (ids, mask) in zip(PAIRS, read, strict=True):
         if pair["completion"] is None:
             assert not ids
             continue
         prompt = f'{pair["id"]}: {pair["prompt"] or ""}\n"A":'
-        engine = tokenizer.backend_tokenizer
+        engine = place.tokenizer.backend_tokenizer
         engine.encode_special_tokens = True
         encoded = engine.encode(f"{prompt}{pair['completion']}\n", add_special_tokens=False)
-        ends = [tokenizer.eos_token_id]
+        ends = [place.tokenizer.eos_token_id]
         assert ids == encoded.ids + ends
         assert mask == [int(end > len(prompt)) for _, end in encoded.offsets] + [1]
         # As TRL marks it, where no token reaches over the edge.
@@ -464,8 +469,7 @@ FORMATS: dict[str, tuple[str, list[dict[str, Any]], list[tuple[list[dict[str, An
 )
 @pytest.mark.parametrize("chat_format", FORMATS)
 def test_conversations_are_read_in_the_format_that_the_source_names(
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerFast,
+    place: Place,
     chat_format: str,
     write: Write,
     loss_on: str | None,
@@ -473,14 +477,16 @@ def test_conversations_are_read_in_the_format_that_the_source_names(
     column, rows, chats = FORMATS[chat_format]
     # The last has values of other types, which a column of Parquet has not.
     count = len(rows) - (write is _parquet)
-    spec = write(tmp_path, [row | {"tools": TOOLS} for row in rows[:count]])
+    spec = write(place.folder, [row | {"tools": TOOLS} for row in rows[:count]])
     of = {"chat_format": chat_format, "chat_tools": "tools", "loss_on": loss_on}
 
-    read = _read(_order(tmp_path, tokenizer, CHATML, spec.replace("messages", column), **of))
+    read = _read(place.order(CHATML, spec.replace("messages", column), **of))
 
     for (ids, mask), (chat, before) in zip(read, chats[:count], strict=True):
-        expected, counts = _expected(tokenizer, chat, TOOLS)
-        prompt = before and tokenizer.apply_chat_template(chat[:before], TOOLS, return_dict=False)
+        expected, counts = place.expected(chat, TOOLS)
+        prompt = before and place.tokenizer.apply_chat_template(
+            chat[:before], TOOLS, return_dict=False
+        )
         begin = len(prompt or ())
         assert (ids, mask) == (expected, [0] * begin + counts[begin:])
 
@@ -496,21 +502,21 @@ def test_sharegpt_is_what_trl_converts() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama3", "phi3"])
-def test_of_a_prompt_and_its_completion_counts_what_trl_counts(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, family: str
-) -> None:
+def test_of_a_prompt_and_its_completion_counts_what_trl_counts(place: Place, family: str) -> None:
     folder = Path(trl.__file__).parent / "chat_templates"
     template = (folder / f"{family}.jinja").read_text(encoding="utf-8")
     pairs = [(chat[:-1], chat[-1:]) for chat in CHATS[:6] if chat[-1]["role"] == "assistant"]
     rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
-    spec = _jsonl(tmp_path, rows).replace("messages", "completion")
+    spec = _jsonl(place.folder, rows).replace("messages", "completion")
     of = {"chat_format": "prompt_completion", "loss_on": "answers"}
 
-    read = _read(_order(tmp_path, tokenizer, template, spec, **of))
+    read = _read(place.order(template, spec, **of))
 
     for (ids, mask), (prompt, completion) in zip(read, pairs, strict=True):
-        asked = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        both = tokenizer.apply_chat_template(prompt + completion, return_dict=False)
+        asked = place.tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=False
+        )
+        both = place.tokenizer.apply_chat_template(prompt + completion, return_dict=False)
         begin = common_prefix_length(asked, both)
         assert (ids, mask) == (both, [0] * begin + [1] * (len(both) - begin))
 
@@ -535,42 +541,35 @@ BAD_ROWS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("chat_format", "row", "reason"), BAD_ROWS)
 def test_a_row_of_another_form_is_a_bad_row_that_says_what_was_found_and_expected(
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerFast,
+    place: Place,
     chat_format: str,
     row: dict[str, Any],
     reason: str,
 ) -> None:
     column = FORMATS[chat_format][0] if chat_format else "completion"
-    spec = _jsonl(tmp_path, [row]).replace(":messages", f":{column}")
+    spec = _jsonl(place.folder, [row]).replace(":messages", f":{column}")
     of = {"chat_format": chat_format}
     if not chat_format:
         of = {"template": "{prompt}{completion}", "loss_on": "completion"}
-    tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    place.tokenizer.chat_template = CHATML
+    place.tokenizer.save_pretrained(place.folder / "tokenizer")
     with pytest.raises(TokenizerError, match=rf"chats\.jsonl: row 0: .*{reason}"):
-        next(order_of(tmp_path, _mixture(spec, **of)).documents(0).read(None))
+        next(order_of(place.folder, _mixture(spec, **of)).documents(0).read(None))
 
 
-def test_a_block_around_all_of_a_template_has_every_token_count(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_block_around_all_of_a_template_has_every_token_count(place: Place) -> None:
     plain = MISTRAL.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
-    spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
+    spec = place.jsonl(*CHATS)
 
-    read = _read(
-        _order(tmp_path, tokenizer, "{% generation %}" + plain + "{% endgeneration %}", spec)
-    )
+    read = _read(place.order("{% generation %}" + plain + "{% endgeneration %}", spec))
 
-    assert read == [_expected(tokenizer, chat) for chat in CHATS]
+    assert read == [place.expected(chat) for chat in CHATS]
     assert all(mask == [1] * len(ids) for ids, mask in read)
 
 
-def test_a_template_sees_no_clock_no_chance_and_nothing_of_python(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    definition = find_tokenizer(".", tmp_path)
+def test_a_template_sees_no_clock_no_chance_and_nothing_of_python(place: Place) -> None:
+    place.tokenizer.save_pretrained(place.folder)
+    definition = find_tokenizer(".", place.folder)
 
     def rendered(text: str) -> str:
         read = "{% for message in messages if message.content %}{% endfor %}"
@@ -612,16 +611,14 @@ def test_what_does_not_go_with_a_chat_template_is_refused_by_field(
         parsed(_mixture("jsonl:chats.jsonl:messages", **fields))
 
 
-def test_a_column_that_holds_no_conversations_is_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    spec = _parquet(tmp_path, [{"messages": 7, "tools": [1]}])
+def test_a_column_that_holds_no_conversations_is_refused(place: Place) -> None:
+    spec = _parquet(place.folder, [{"messages": 7, "tools": [1]}])
     with pytest.raises(
         SourceError, match=r"column 'messages' is of type int64, expected lists \(or their JSON"
     ):
-        _order(tmp_path, tokenizer, CHATML, spec)
+        place.order(CHATML, spec)
     with pytest.raises(TokenizerError, match="'bytes' has no chat template"):
-        order_of(tmp_path, _mixture(spec) | {"tokenizer": "bytes"})
+        order_of(place.folder, _mixture(spec) | {"tokenizer": "bytes"})
 
 
 #: Named by whoever writes the template, in the ways that templates read them.
@@ -644,11 +641,9 @@ def _template(reads: str) -> str:
 
 
 @pytest.mark.parametrize("reads", OWN_KEYS)
-def test_a_template_may_read_keys_of_any_name(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, reads: str
-) -> None:
-    spec = _jsonl(tmp_path, [{"messages": [{"from": "human", "value": "hi"}]}])
-    assert any(_read(_order(tmp_path, tokenizer, _template(reads), spec))[0][1] or ())
+def test_a_template_may_read_keys_of_any_name(place: Place, reads: str) -> None:
+    spec = place.jsonl([{"from": "human", "value": "hi"}])
+    assert any(_read(place.order(_template(reads), spec))[0][1] or ())
 
 
 @pytest.mark.parametrize(
@@ -661,18 +656,18 @@ def test_a_template_may_read_keys_of_any_name(
     ],
 )
 def test_a_message_of_which_the_template_reads_nothing_but_its_role_is_a_bad_row_that_names_its_keys(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, message: dict[str, Any], found: str
+    place: Place, message: dict[str, Any], found: str
 ) -> None:
     good = [
         {"role": "user", "content": ""},
         {"role": "assistant", "reasoning": "so"},
         {"role": "assistant", "tool_calls": [CALL]},
     ]
-    spec = _jsonl(tmp_path, [{"messages": good}, {"messages": [good[0], message]}])
+    spec = place.jsonl(good, [good[0], message])
     template = _template(
         "{{ m.content }}{{ m.reasoning_content }}{% if m.tool_calls %}{{ m.tool_calls }}{% endif %}"
     )
-    reader = _order(tmp_path, tokenizer, template, spec).documents(0).read(None)
+    reader = place.read(template, spec)
 
     assert len(next(reader).ends) == 1
     with pytest.raises(
@@ -695,7 +690,7 @@ SKIPPING = {
 
 @pytest.mark.parametrize("skips", SKIPPING)
 def test_a_message_that_the_template_skips_by_its_role_or_place_is_no_bad_row(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, skips: str
+    place: Place, skips: str
 ) -> None:
     first = (
         {"role": "separator"}
@@ -703,35 +698,28 @@ def test_a_message_that_the_template_skips_by_its_role_or_place_is_no_bad_row(
         else {"role": "system", "content": "Be brief."}
     )
     chat = [first, *_said("Why?", "Because.")]
-    spec = _jsonl(
-        tmp_path, [{"messages": chat}, {"messages": [first, {"from": "gpt", "value": "Hi"}]}]
-    )
+    spec = place.jsonl(chat, [first, {"from": "gpt", "value": "Hi"}])
     template = SKIPPING[skips].replace("MESSAGES", "messages").replace("TAKEN", "true")
-    reader = _order(tmp_path, tokenizer, template, spec).documents(0).read(None)
+    reader = place.read(template, spec)
 
     part = next(reader)
-    assert part.mask is not None
-    assert (part.ids.tolist(), part.mask.tolist()) == _expected(tokenizer, chat)
+    assert (part.ids.tolist(), part.mask.tolist()) == place.expected(chat)
     with pytest.raises(TokenizerError, match=r"row 1: of message 1 .* 'from', 'value'"):
         next(reader)
 
 
-def test_a_template_that_reads_no_message_at_all_makes_bad_rows(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    spec = _jsonl(tmp_path, [{"messages": CHATS[0]}])
+def test_a_template_that_reads_no_message_at_all_makes_bad_rows(place: Place) -> None:
+    spec = place.jsonl(CHATS[0])
     template = LOOP.replace("MESSAGES", "messages[2:]").replace("TAKEN", "true")
     with pytest.raises(TokenizerError, match="row 0: the chat template reads no message"):
-        next(_order(tmp_path, tokenizer, template, spec).documents(0).read(None))
+        next(place.read(template, spec))
 
 
-def test_the_share_of_labels_that_count_is_said_and_none_is_a_warning(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    spec = _jsonl(tmp_path, [{"messages": chat} for chat in CHATS])
-    some = _order(tmp_path, tokenizer, MISTRAL, spec)
-    expected = [_expected(tokenizer, chat)[1] for chat in CHATS]
-    ids = tmp_path / "ids.jsonl"
+def test_the_share_of_labels_that_count_is_said_and_none_is_a_warning(place: Place) -> None:
+    spec = place.jsonl(*CHATS)
+    some = place.order(MISTRAL, spec)
+    expected = [place.expected(chat)[1] for chat in CHATS]
+    ids = place.folder / "ids.jsonl"
     ids.write_text('{"ids": [5, 6, 7], "mask": [0, 1, 0]}\n{"ids": [5, 6], "mask": [1, 0]}\n')
     document = _mixture(spec) | {"add_eot": False}
     document["mixture"]["children"] = [
@@ -744,12 +732,12 @@ def test_the_share_of_labels_that_count_is_said_and_none_is_a_warning(
         0: sum(sum(mask[1:]) for mask in expected) / sum(len(mask) - 1 for mask in expected)
     }
     assert [warns for warns, _ in label_notes(some)] == [False]
-    assert label_shares(order_of(tmp_path, document | {"mask_boundaries": True})) == {0: 1 / 3}
+    assert label_shares(order_of(place.folder, document | {"mask_boundaries": True})) == {0: 1 / 3}
     ids.write_text('{"ids": [5, 6, 7], "mask": [1, 0, 0]}\n')
-    assert label_shares(order_of(tmp_path, document)) == {0: 0.0}
+    assert label_shares(order_of(place.folder, document)) == {0: 0.0}
     # Cut off before the assistant speaks.
     short = _mixture(spec) | {"sequence_length": 2, "long_rows": "truncate"}
-    ((warns, note),) = label_notes(order_of(tmp_path, short))
+    ((warns, note),) = label_notes(order_of(place.folder, short))
     assert warns and f"{spec}: 0.00% of the labels in its first samples count, so nothing" in note
 
 
@@ -769,18 +757,15 @@ def test_the_share_of_labels_that_count_is_said_and_none_is_a_warning(
     ],
 )
 def test_a_row_that_costs_its_template_too_much_stops_the_run_by_name_and_is_never_skipped(
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerFast,
+    place: Place,
     monkeypatch: pytest.MonkeyPatch,
     costs: str,
     reason: str,
 ) -> None:
     monkeypatch.setattr(chats, "SECONDS", 2.0 if "long" in reason else 60.0)
     costly = "{% for message in messages if message.content == 'costly' %}" + costs + "{% endfor %}"
-    spec = _jsonl(
-        tmp_path, [{"messages": chat} for chat in (CHATS[0], [], _said("costly"), CHATS[1])]
-    )
-    order = _order(tmp_path, tokenizer, CHATML + costly, spec, on_bad_row="skip")
+    spec = place.jsonl(CHATS[0], [], _said("costly"), CHATS[1])
+    order = place.order(CHATML + costly, spec, on_bad_row="skip")
 
     reader = order.documents(0).read(None)
     assert np.diff(next(reader).ends, prepend=0).astype(bool).tolist() == [True, False]

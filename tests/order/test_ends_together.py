@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 from support import corpora
 from support.corpora import advanced, reread
-from tokenloom_proto.seal import canonical
-from tokenloom_server.config.mixture_change import Addition, MixtureChange
+from support.mixing import node
+from support.timelines import revised
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import SourceError
-from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order import builder, size_estimates
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.segments import measured_ahead
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.sources.base import Rows
@@ -70,13 +69,13 @@ def order_of(
     for i, (shape, count) in enumerate(zip(shapes, rows, strict=True)):
         write(folder / f"{i}.parquet", lengths(shape, count, seed + i))
         children.append({"source": f"parquet:{i}.parquet:ids", "alias": shape, **of})
-    mixture = {"policy": policy, "children": children}
+    mixture = node(policy, *children)
     return corpora.order_of(
         folder, corpora.mixture(mixture=mixture, sequence_length=LENGTH, seed=seed)
     )
 
 
-def gone_through(order: PipelineFactory, step: int) -> list[State]:
+def gone_through(order: PipelineFactory | Timeline, step: int) -> list[State]:
     pipeline, states = order.pipeline(order.initial()), [order.initial()]
     while pipeline.ended is None:
         pipeline.advance(step)
@@ -169,7 +168,7 @@ def test_shuffled_sources_end_together(tmp_path: Path, shuffle: str) -> None:
         for shard, part in enumerate(np.array_split(lengths(shape, 9_000, 1), 5)):
             write(tmp_path / f"{i}-{shard}.parquet", part, group=100)
         children.append({"source": f"parquet:{i}-*.parquet:ids", "shuffle": shuffle, "epochs": 2})
-    mixture = {"policy": "balance_remaining", "children": children}
+    mixture = node("balance_remaining", *children)
     order = corpora.order_of(tmp_path, corpora.mixture(mixture=mixture, sequence_length=LENGTH))
     strata = [len(estimate.rows) - 1 for estimate in order.record.size_estimates.values()]
     # Of shuffled files the curve is in the order of the last epoch; a shuffle of rows mixes them.
@@ -196,7 +195,7 @@ def test_much_text_is_measured_all_over_a_file(
             tmp_path / f"{i}.jsonl", ["x" * length for length in lengths(shape, 20_000, 1).tolist()]
         )
         children.append({"source": f"jsonl:{i}.jsonl:text"})
-    mixture = {"policy": "balance_remaining", "children": children}
+    mixture = node("balance_remaining", *children)
     document = corpora.mixture(mixture=mixture, sequence_length=LENGTH)
     order = builder.create(corpora.parsed(document), tmp_path, tmp_path / "index")
     assert not list((tmp_path / "index").glob("lines-*"))
@@ -242,29 +241,14 @@ def test_what_a_revision_adds_is_measured_once_and_kept_in_it(
 ) -> None:
     order = order_of(tmp_path, ["rising", "falling"], [3_000, 3_000], 1)
     write(tmp_path / "more.parquet", lengths("up", 3_000, 1))
-    timeline = Timeline(order)
-    change = MixtureChange(
-        add=[Addition(child={"source": "parquet:more.parquet:ids"})], reason="test"
-    )
-    content = revise(timeline, change, 2_000)
+    added = {"child": {"source": "parquet:more.parquet:ids"}}
+    (revision,) = revised(Timeline(order), 2_000, add=[added]).revisions
     # What the run's record has is not in every state that carries the revision.
-    assert set(content["size_estimates"]) == {"2"}
+    assert set(json.loads(revision.content)["size_estimates"]) == {"2"}
     monkeypatch.setattr(builder, "measure", None)
-    revision = StoredRevision(
-        number=1,
-        sample_index=2_000,
-        made_at=0.0,
-        author="",
-        reason="test",
-        content=canonical(content),
-    )
-    timeline = timeline.with_revisions([revision])
+    timeline = Timeline(order, [revision])
     assert timeline.at(2_000).record.size_estimates.keys() == {0, 1, 2}
-    pipeline, states = timeline.pipeline(timeline.initial()), [timeline.initial()]
-    while pipeline.ended is None:
-        pipeline.advance(4)
-        states.append(pipeline.state())
-    assert apart(states) <= TOGETHER
+    assert apart(gone_through(timeline, 4)) <= TOGETHER
 
 
 def reads_of(order: PipelineFactory, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -306,14 +290,11 @@ def test_what_a_later_phase_goes_by_is_measured_once_too(
     for i, shape in enumerate(("rising", "falling", "flat")):
         write(tmp_path / f"{i}.parquet", lengths(shape, 3000, i))
         children[shape] = {"source": f"parquet:{i}.parquet:ids", "alias": shape}
-    later = {"policy": "balance_remaining", "children": [children["rising"], children["falling"]]}
+    later = node("balance_remaining", children["rising"], children["falling"])
     order = corpora.order_of(
         tmp_path,
         corpora.mixture(
-            mixture={
-                "policy": "least_consumed",
-                "children": [children[shape] for shape in begins_with],
-            },
+            mixture=node("least_consumed", *(children[shape] for shape in begins_with)),
             phases=[{"until_tokens": 16_000}, {"mixture": later}],
             sequence_length=LENGTH,
         ),
@@ -326,17 +307,8 @@ def test_what_a_later_phase_goes_by_is_measured_once_too(
     assert loaded.record.to_json() == first.record.to_json()
     # Also where a revision gave a source the number that the phase's would have.
     write(tmp_path / "3.parquet", lengths("flat", 3000, 3))
-    addition = Addition(child={"source": "parquet:3.parquet:ids"})
-    content = revise(Timeline(loaded), MixtureChange(reason="a test", add=[addition]), 32)
-    revision = StoredRevision(
-        number=1,
-        sample_index=32,
-        made_at=0.0,
-        author="",
-        reason="a test",
-        content=canonical(content),
-    )
-    for timeline in (Timeline(loaded), Timeline(loaded, [revision])):
+    added = {"child": {"source": "parquet:3.parquet:ids"}}
+    for timeline in (Timeline(loaded), revised(Timeline(loaded), 32, add=[added])):
         last = timeline.segments[-1].factory.record
         sizes = {last.specs[i]: one for i, one in last.size_estimates.items()}
         assert sizes == first.record.phase_estimates

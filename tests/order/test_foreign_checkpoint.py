@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.catalog import CATALOG
 from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, advanced, flat, mixture, order_of
 from support.imports import import_entries, import_into, state_of
+from support.mixing import node
 from tokenloom_proto.seal import seal
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.core.state import MAX_COUNTER, FileCursor, SourceState, State
@@ -39,11 +40,7 @@ def entry(
     spec: str, row_offset: int = 0, token_offset: int | None = None, **more: Any
 ) -> dict[str, Any]:
     """One source as older tools write it."""
-    found: dict[str, Any] = {
-        "spec": spec,
-        "shard": more.pop("shard", SHARDS.get(spec, "")),
-        "row_offset": row_offset,
-    }
+    found = {"spec": spec, "shard": SHARDS.get(spec, ""), "row_offset": row_offset}
     return found | ({} if token_offset is None else {"token_offset": token_offset}) | more
 
 
@@ -95,33 +92,23 @@ def test_cursors_and_counters_are_what_the_payload_says(order: PipelineFactory) 
     )
     state = state_of(point)
 
-    code, docs, prose, last = state.sources
-    assert code.cursor == FileCursor(0, 1, 3)
-    assert (code.samples, code.tokens, code.rows) == (
-        10,
-        80,
-        len(ROWS[CODE][0]) + 3,
-    )  # of 83 tokens 10 samples
-    assert (docs.cursor, docs.samples, docs.rows) == (FileCursor(0, 0, 4), 5, 4)
-    assert (prose.cursor, prose.samples, prose.rows) == (
-        FileCursor(0, 0, 12),
-        2,
-        12,
-    )  # all of the first shard
-    assert (last.cursor.row, last.samples, last.tokens) == (5, 0, 0)  # no token_offset
-    assert (state.sample_index, state.total_tokens) == (17, 136)
-    assert (point.sample_index, point.total_tokens, point.run_uid, point.generation) == (
-        17,
-        136,
-        None,
-        0,
-    )
-    assert [(child.samples, child.tokens) for child in state.nodes[0]] == [
-        (10, 80),
-        (5, 40),
-        (2, 16),
+    # Of 83 tokens 10 samples; of prose all of the first shard; without a token_offset nothing.
+    known = [
+        (FileCursor(0, 1, 3), 10, len(ROWS[CODE][0]) + 3),
+        (FileCursor(0, 0, 4), 5, 4),
+        (FileCursor(0, 0, 12), 2, 12),
+        (FileCursor(0, 0, 5), 0, 5),
     ]
-    assert [(child.samples, child.tokens) for child in state.nodes[1]] == [(2, 16), (0, 0)]
+    assert [(own.cursor, own.samples, own.rows) for own in state.sources] == known
+    assert [own.tokens for own in state.sources] == [80, 40, 16, 0]
+    assert (state.sample_index, state.total_tokens) == (17, 136)
+    assert (point.sample_index, point.total_tokens) == (17, 136)
+    assert (point.run_uid, point.generation) == (None, 0)
+    assert [[child.samples for child in children] for children in state.nodes] == [
+        [10, 5, 2],
+        [2, 0],
+    ]
+    assert all(child.tokens == child.samples * 8 for each in state.nodes for child in each)
     assert decoded(order, state) == state
 
 
@@ -241,10 +228,7 @@ ENTRIES = st.fixed_dictionaries(
     {},
     optional={
         "spec": st.sampled_from([*SPECS, "gone:a:b"]) | JSON,
-        "shard": st.sampled_from(
-            ["data/code-1.parquet", "data/docs.jsonl", "0.txt", "a\0b", "/", "", ".."]
-        )
-        | JSON,
+        "shard": st.sampled_from(["data/code-1.parquet", "0.txt", "a\0b", "/", "", ".."]) | JSON,
         "row_offset": st.integers(-1, 14) | JSON,
         "token_offset": st.integers(-1, 2**53) | JSON,
         "epoch": st.integers(-1, 3) | JSON,
@@ -315,10 +299,8 @@ def test_what_is_left_follows_from_the_rows_where_no_tokens_are_said(
 
 
 def test_what_is_not_said_counts_as_nothing_for_balances_whatever_is_left(folder: Path) -> None:
-    inner = {"policy": "soft_sequential", "children": [{"source": DOCS}, {"source": WIKI}]}
-    order = order_of(
-        folder, mixture(mixture={"policy": "least_consumed", "children": [{"source": CODE}, inner]})
-    )
+    inner = node("soft_sequential", {"source": DOCS}, {"source": WIKI})
+    order = order_of(folder, mixture(mixture=node("least_consumed", {"source": CODE}, inner)))
     state = state_of(
         import_entries(order, entry(CODE, 3), entry(DOCS, 8), wiki(order, row_offset=2))
     )
@@ -366,12 +348,9 @@ def test_a_new_source_begins_at_the_baseline_and_counts_nothing(
     point = import_entries(order, entry(CODE, 3, 80), entry(DOCS, 2, 40))
     state = state_of(point)
 
-    assert (state.sources[2].samples, state.sources[2].rows, state.sources[2].cursor) == (
-        0,
-        0,
-        None,
-    )
-    assert (state.nodes[0][2].samples, state.nodes[0][2].tokens) == (0, 0)
+    new, child = state.sources[2], state.nodes[0][2]
+    assert (new.samples, new.rows, new.cursor) == (0, 0, None)
+    assert (child.samples, child.tokens) == (0, 0)
     assert sum(child.credit for child in state.nodes[0]) == 0
     which = {"min": "the minimum", "mean": "the mean", "zero": "zero"}[baseline]
     assert point.notes[2].endswith(f"starts at {which}, {tokens} tokens")
@@ -408,12 +387,15 @@ def test_what_the_mixture_lacks_is_written_back_as_it_was(order: PipelineFactory
 def test_a_shard_is_found_by_an_absolute_path_and_relative_to_another_folder(
     order: PipelineFactory, folder: Path
 ) -> None:
-    for shard in ("data/code-1.parquet", str(folder / "data/code-1.parquet"), "/old/machine/data/code-1.parquet",
-                  "code-1.parquet", "./data/../data/code-1.parquet"):  # fmt: skip
-        assert (
-            state_of(import_entries(order, entry(CODE, 3, shard=shard))).sources[0].cursor.shard
-            == 1
-        )
+    for place in (
+        "data/",
+        f"{folder}/data/",
+        "/old/machine/data/",
+        "",
+        "./data/../data/",
+    ):
+        point = import_entries(order, entry(CODE, 3, shard=f"{place}code-1.parquet"))
+        assert state_of(point).sources[0].cursor.shard == 1
 
 
 @pytest.mark.parametrize("wrapped", [{}, {"dataset": {}, "epoch": 2}])
@@ -431,15 +413,12 @@ def test_a_shard_that_may_be_several_is_refused(tmp_path: Path) -> None:
     for part in ("a", "b"):
         (tmp_path / "data" / part).mkdir(parents=True)
         (tmp_path / "data" / part / "0.txt").write_text("some text\n")
-    order = order_of(tmp_path, flat(["txt:data/*/0.txt:text"]))
+    spec = "txt:data/*/0.txt:text"
+    order = order_of(tmp_path, flat([spec]))
     with pytest.raises(SnapshotInvalid, match=r"may be each of 'data/a/0\.txt', 'data/b/0\.txt'"):
-        import_entries(order, entry("txt:data/*/0.txt:text", shard="0.txt"))
-    assert (
-        state_of(import_entries(order, entry("txt:data/*/0.txt:text", shard="b/0.txt")))
-        .sources[0]
-        .cursor.shard
-        == 1
-    )
+        import_entries(order, entry(spec, shard="0.txt"))
+    point = import_entries(order, entry(spec, shard="b/0.txt"))
+    assert state_of(point).sources[0].cursor.shard == 1
 
 
 # --- What is refused ---------------------------------------------------------------------------------------------
@@ -557,9 +536,12 @@ def test_under_phases_an_import_is_placed_by_its_tokens_as_long_as_samples_have_
 
 
 def test_a_snapshot_is_no_older_payload_even_where_it_is_torn() -> None:
-    assert foreign_payload.read(seal({"format": "tokenloom/snapshot", "sample_index": 3})) is None
-    assert foreign_payload.read('{"checksum": "x", "sample_index": 3}') is None
-    assert foreign_payload.read('{"sample_index": 3') is None
-    assert foreign_payload.read(b"\xff") is None
-    assert foreign_payload.read("[1]") is None
-    assert foreign_payload.read('{"other": 1}') is None
+    for text in (
+        seal({"format": "tokenloom/snapshot", "sample_index": 3}),
+        '{"checksum": "x", "sample_index": 3}',
+        '{"sample_index": 3',
+        b"\xff",
+        "[1]",
+        '{"other": 1}',
+    ):
+        assert foreign_payload.read(text) is None

@@ -84,23 +84,6 @@ def test_more_epochs_than_the_mixture_reads_are_refused(order: PipelineFactory) 
         import_entries(order, entry(CODE, 2 * 26 + 1))
 
 
-def test_a_shuffled_source_is_refused(folder: Path) -> None:
-    document = flat([CODE, DOCS])
-    document["mixture"]["children"][0]["shuffle"] = "rows"
-    with pytest.raises(
-        SnapshotInvalid, match=r"row_offset are a place in file order, but .* shuffle: rows"
-    ):
-        import_entries(order_of(folder, document), entry(CODE, 3))
-
-
-def test_the_rest_after_a_row_of_the_spec_is_that_after_the_same_row_of_its_shard(
-    order: PipelineFactory,
-) -> None:
-    places = entry(CODE, 14 + 3), entry(CODE, 3, 1, row_offset_of="shard")
-    starts = [state_of(import_entries(order, place, entry(DOCS, 4))) for place in places]
-    assert advanced(order, starts[0], 40) == advanced(order, starts[1], 40)
-
-
 # --- With a shard ------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import pytest
 from support import features
 from support.corpora import CODE, DOCS, PROSE, WIKI, flat, mixture, order_of, write_corpus
 from support.digest import digest_after
+from support.mixing import node
 from support.timelines import revised, skipping
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import BeyondHorizon, ConfigError, SnapshotInvalid
@@ -69,23 +70,19 @@ _DRAWN = [
     {"source": DOCS, "epochs": 2.4, "lanes": 2},
     {"source": PROSE, "shuffle": "shards", "epochs": 2},
 ]
-LANES = mixture(mixture={"policy": "weighted", "children": _DRAWN})
-CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
-    "nested": (mixture(), 1),
-    "in turn, shifted": (
-        flat([CODE, DOCS, WIKI], "round_robin", labels="shifted", sequence_length=6),
-        1,
+LANES = mixture(mixture=node("weighted", *_DRAWN))
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nested": mixture(),
+    "in turn, shifted": flat(
+        [CODE, DOCS, WIKI], "round_robin", labels="shifted", sequence_length=6
     ),
-    "lanes, shuffled": (LANES, 1),
-    "best fit, lanes": (
-        LANES | {"packing": "best_fit", "sequence_length": 24, "pack_window_tokens": 90},
-        1,
+    "lanes, shuffled": LANES,
+    "best fit, lanes": LANES
+    | {"packing": "best_fit", "sequence_length": 24, "pack_window_tokens": 90},
+    "none, boundaries masked": mixture(
+        packing="none", sequence_length=16, mask_boundaries=True, pad_id=3
     ),
-    "none, boundaries masked": (
-        mixture(packing="none", sequence_length=16, mask_boundaries=True, pad_id=3),
-        1,
-    ),
-    "batches of rows": (features.document(), 4),
+    "batches of rows": features.document(),
 }
 
 
@@ -93,7 +90,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
 def test_the_samples_after_a_skip_are_those_of_the_order_so_many_later(
     folder: Path, name: str
 ) -> None:
-    document, size = CONFIGS[name]
+    document = CONFIGS[name]
+    size = document.get("global_batch_size", 1)
     order = features.order_of(folder, document) if size > 1 else order_of(folder, document)
     plain = Timeline(order)
     whole, _ = given(plain, size=size)
@@ -117,16 +115,11 @@ def test_clock_indices_and_digest_stand_still_while_samples_are_passed_over(fold
     plain = Timeline(order_of(folder))
     before, after = state_at(plain, 20), state_at(plain, 27)
     state = state_at(skipping(plain, 20, 7), 20)
-    assert (state.sample_index, state.total_tokens, state.digest) == (
-        20,
-        before.total_tokens,
-        before.digest,
-    )
-    assert [source.cursor for source in state.sources] == [
-        source.cursor for source in after.sources
-    ]
+    assert state.sample_index == 20
+    assert (state.total_tokens, state.digest) == (before.total_tokens, before.digest)
     assert state.nodes == after.nodes
     for was, now, passed in zip(before.sources, after.sources, state.sources, strict=True):
+        assert passed.cursor == now.cursor
         counted = (passed.skipped_samples, passed.skipped_rows, passed.skipped_tokens)
         assert counted == (now.samples - was.samples, now.rows - was.rows, now.tokens - was.tokens)
     document = json.loads(plain.encode(before)) | {"skips": [[20, 3, 24]]}
@@ -153,7 +146,7 @@ def test_a_skip_goes_by_the_config_at_its_sample_across_phases_revisions_and_end
 ) -> None:
     phases = [
         {"until_tokens": 200},
-        {"mixture": {"policy": "sequential", "children": [{"source": WIKI}]}},
+        {"mixture": node("sequential", {"source": WIKI})},
     ]
     phased, plain = Timeline(order_of(folder, mixture(phases=phases))), Timeline(order_of(folder))
     whole, _ = given(plain)
@@ -167,13 +160,10 @@ def test_a_skip_goes_by_the_config_at_its_sample_across_phases_revisions_and_end
     out = skipping(plain, 5, 145)
     assert given(out)[0] == whole[:5] + whole[150:]
     plan = Planner().plan(out, plain.initial(), None)
-    assert (plan.until_sample_index, plan.segments[-1].until_tokens) == (
-        len(whole) - 145,
-        8 * (len(whole) - 145),
-    )
-    assert [source.tokens for source in plan.sources] == [
-        source.tokens for source in given(plain)[1].sources
-    ]
+    left = len(whole) - 145
+    assert (plan.until_sample_index, plan.segments[-1].until_tokens) == (left, 8 * left)
+    for planned, source in zip(plan.sources, given(plain)[1].sources, strict=True):
+        assert planned.tokens == source.tokens
     budget = Timeline(
         order_of(folder, mixture(phases=[{"until_tokens": 80}, {"until_tokens": 800}]))
     )

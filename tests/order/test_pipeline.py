@@ -27,6 +27,7 @@ from support.corpora import (
     write_corpus,
 )
 from support.golden_rows import GOLDEN_ROWS, write_golden_rows
+from support.mixing import node
 from support.ray_cluster import ray_cluster
 from tokenloom_server.core.hashing import slice_rotation
 from tokenloom_server.core.state import (
@@ -134,10 +135,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "long samples, a part of an epoch": flat([DOCS, WIKI], sequence_length=20, seed=3)
     | {
-        "mixture": {
-            "policy": "least_consumed",
-            "children": [{"source": DOCS, "epochs": 2.3}, {"source": WIKI, "weight": 3}],
-        }
+        "mixture": node(
+            "least_consumed", {"source": DOCS, "epochs": 2.3}, {"source": WIKI, "weight": 3}
+        )
     },
 }
 
@@ -145,21 +145,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def _shuffled(**fields: Any) -> dict[str, Any]:
     """A mixture over all schemes and every way to shuffle, with parts of epochs."""
     return mixture(
-        mixture={
-            "policy": "least_consumed",
-            "children": [
-                {"source": CODE, "shuffle": "rows", "shuffle_window_rows": 5},
-                {"source": DOCS, "epochs": 2.4, "lanes": 2},
-                {"source": PROSE, "shuffle": "shards", "epochs": 2},
-                {
-                    "source": WIKI,
-                    "shuffle": "rows",
-                    "shuffle_window_rows": 4,
-                    "epochs": 1.5,
-                    "weight": 2,
-                },
-            ],
-        },
+        mixture=node(
+            "least_consumed",
+            {"source": CODE, "shuffle": "rows", "shuffle_window_rows": 5},
+            {"source": DOCS, "epochs": 2.4, "lanes": 2},
+            {"source": PROSE, "shuffle": "shards", "epochs": 2},
+            {
+                "source": WIKI,
+                "shuffle": "rows",
+                "shuffle_window_rows": 4,
+                "epochs": 1.5,
+                "weight": 2,
+            },
+        ),
         **fields,
     )
 
@@ -335,36 +333,26 @@ GOLDEN_CONFIGS = CONFIGS | {
     ),
     "what is left decides": mixture(sequence_length=2)
     | {
-        "mixture": {
-            "policy": "balance_remaining",
-            "children": [
-                {"source": CODE},
-                {
-                    "policy": "soft_sequential",
-                    "epochs": 2,
-                    "children": [{"source": DOCS}, {"source": PROSE}],
-                },
-                {"source": WIKI, "max_tokens": 500},
-            ],
-        }
+        "mixture": node(
+            "balance_remaining",
+            {"source": CODE},
+            node("soft_sequential", {"source": DOCS}, {"source": PROSE}, epochs=2),
+            {"source": WIKI, "max_tokens": 500},
+        )
     },
     "a schedule": mixture(sequence_length=2)
     | {
-        "mixture": {
-            "policy": "schedule",
-            "children": [
-                {"source": CODE, "weight": [[0, 3], [1000, 0.5]]},
-                {"source": DOCS, "weight": [[400, 0], [1200, 2]], "epochs": 3},
-                {
-                    "policy": "schedule",
-                    "interpolate": "step",
-                    "children": [
-                        {"source": PROSE, "weight": [[0, 1], [600, 0]], "on_exhausted": "stop"},
-                        {"source": WIKI, "weight": [[0, 0], [600, 1]]},
-                    ],
-                },
-            ],
-        }
+        "mixture": node(
+            "schedule",
+            {"source": CODE, "weight": [[0, 3], [1000, 0.5]]},
+            {"source": DOCS, "weight": [[400, 0], [1200, 2]], "epochs": 3},
+            node(
+                "schedule",
+                {"source": PROSE, "weight": [[0, 1], [600, 0]], "on_exhausted": "stop"},
+                {"source": WIKI, "weight": [[0, 0], [600, 1]]},
+                interpolate="step",
+            ),
+        )
     },
     "ids without a tokeniser": {
         **{key: value for key, value in flat([CODE, WIKI]).items() if key != "tokenizer"},
@@ -416,7 +404,6 @@ def fingerprint(order: PipelineFactory) -> dict[str, Any]:
             hashed.update(f"{sample.source} {sample.ids.hex()} {sample.starts}\n".encode())
         if number % 5 == 0:
             hashed.update(json.dumps(values(step.state)).encode())
-    assert step is not None
     return {
         "samples": step.state.sample_index,
         "digest": f"{step.state.digest:032x}",

@@ -19,6 +19,7 @@ from support.corpora import (
     reread,
     write_txt,
 )
+from support.mixing import node
 from tokenloom_server.core.state import State
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.order import builder, snapshot
@@ -27,13 +28,6 @@ from tokenloom_server.order.timeline import Timeline
 
 SHORT, LONG, MIXED = (f"txt:{name}.txt:text" for name in ("short", "long", "mixed"))
 LENGTH = 64
-NESTED: list[dict[str, Any]] = [
-    {"source": LONG, "weight": 2},
-    {
-        "policy": "least_consumed",
-        "children": [{"source": SHORT, "weight": 3}, {"source": MIXED, "max_tokens": 2560}],
-    },
-]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def document(
     packing: str, *children: dict[str, Any], policy: str = "least_consumed", **fields: Any
 ) -> dict[str, Any]:
-    root = {"policy": policy, "children": list(children or ({"source": SHORT}, {"source": LONG}))}
+    root = node(policy, *list(children or ({"source": SHORT}, {"source": LONG})))
     return flat([], packing=packing, sequence_length=LENGTH, **fields) | {"mixture": root}
 
 
@@ -86,7 +80,7 @@ def test_at_equal_weights_real_tokens_are_equal_where_positions_gave_550_and_305
 def test_a_run_goes_on_identically_from_every_sample_index(
     folder: Path, policy: str, packing: str
 ) -> None:
-    inner = {"policy": policy, "children": [{"source": SHORT}, {"source": MIXED, "epochs": 0.25}]}
+    inner = node(policy, {"source": SHORT}, {"source": MIXED, "epochs": 0.25})
     order = order_of(folder, document(packing, {"source": LONG}, inner, policy=policy))
     # Weights that follow the run are made anew before sample 256.
     whole = states(order, 280)

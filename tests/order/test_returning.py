@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import CODE, DOCS, PROSE, WIKI, advanced, flat, order_of
+from support.corpora import CODE, DOCS, PROSE, WIKI, advanced, flat, mixture, order_of
 from support.imports import import_entries, import_into, state_of
+from support.mixing import node
 from support.timelines import revised
 from tokenloom_server.core.state import FileCursor, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
@@ -28,19 +29,24 @@ CURSOR = FileCursor(0, 1, 3)
 
 def imported(timeline: Timeline, *entries: dict[str, Any]) -> State:
     """The state of an import: of documents and prose many tokens were read, and of what else is preserved."""
-    docs, prose = (
-        {"spec": DOCS, "row_offset": 1, "token_offset": 800},
-        {"spec": PROSE, "row_offset": 2},
-    )
+    docs = {"spec": DOCS, "row_offset": 1, "token_offset": 800}
+    prose = {"spec": PROSE, "row_offset": 2}
     return state_of(import_entries(timeline, docs, prose, *entries))
+
+
+def endless(spec: str) -> dict[str, Any]:
+    return {"source": spec, "epochs": "inf"}
+
+
+def timeline_of(folder: Path, *specs: str, **fields: Any) -> Timeline:
+    """Over sources without an end."""
+    root = node("least_consumed", *map(endless, specs))
+    return Timeline(order_of(folder, mixture(mixture=root, **fields)))
 
 
 @pytest.fixture
 def plain(folder: Path) -> Timeline:
-    document = flat([DOCS, PROSE])
-    for child in document["mixture"]["children"]:
-        child["epochs"] = "inf"
-    return Timeline(order_of(folder, document))
+    return timeline_of(folder, DOCS, PROSE)
 
 
 def specs_of(timeline: Timeline, state: State) -> list[str]:
@@ -63,8 +69,7 @@ def test_a_preserved_spec_that_is_added_goes_on_where_it_stood(
     index = start.sample_index + 10
     change: dict[str, Any] = {"add": [{"child": ADDED}]}
     if whole:
-        children = [{"source": DOCS, "epochs": "inf"}, {"source": PROSE, "epochs": "inf"}, ADDED]
-        change = {"mixture": {"policy": "least_consumed", "children": children}}
+        change = {"mixture": node("least_consumed", endless(DOCS), endless(PROSE), ADDED)}
     timeline = revised(plain, index, state=start, **change)
     assert specs_of(timeline, at(timeline, start, index - 1)) == [DOCS, PROSE, CODE, "gone:a:b"]
     after = at(timeline, start, index)
@@ -96,10 +101,7 @@ def test_a_replay_from_any_state_meets_it_at_the_same_place(plain: Timeline) -> 
 
 @pytest.mark.parametrize("baseline", ["min", "mean"])
 def test_it_does_not_dominate_the_next_picks(folder: Path, baseline: str) -> None:
-    document = flat([DOCS, PROSE, WIKI], new_source_baseline=baseline)
-    for child in document["mixture"]["children"]:
-        child["epochs"] = "inf"
-    plain = Timeline(order_of(folder, document))
+    plain = timeline_of(folder, DOCS, PROSE, WIKI, new_source_baseline=baseline)
     # What was read of it before is next to nothing beside what the others had since.
     start = imported(
         plain,
@@ -171,7 +173,7 @@ def test_two_revisions_at_one_sample_both_hold(plain: Timeline) -> None:
 
 def test_a_phase_that_has_it_goes_on_with_it(folder: Path) -> None:
     child = {"source": CODE, "epochs": 4}
-    later = {"policy": "least_consumed", "children": [{"source": DOCS, "epochs": "inf"}, child]}
+    later = node("least_consumed", endless(DOCS), child)
     document = flat(
         [DOCS, PROSE], phases=[{"until_tokens": 900}, {"mixture": later}], last_micro_step="pad"
     )
@@ -203,24 +205,20 @@ def test_a_dropped_source_of_ours_goes_on_under_its_old_id_and_does_not_dominate
     start = imported(plain)
     begin = start.sample_index
     timeline = revised(plain, begin + 10, state=start, drop=[PROSE])
-    timeline = revised(
-        timeline, begin + 300, state=start, add=[{"child": {"source": PROSE, "epochs": "inf"}}]
+    again = [{"child": endless(PROSE)}]
+    timeline = revised(timeline, begin + 300, state=start, add=again)
+    left = at(timeline, start, begin + 10)
+    was, back, after = (
+        at(timeline, start, begin + so_many).sources[1] for so_many in (10, 300, 500)
     )
-    left, back = at(timeline, start, begin + 10), at(timeline, start, begin + 300)
-    assert (back.sources[1].cursor, back.sources[1].rows) == (
-        left.sources[1].cursor,
-        left.sources[1].rows,
-    )
-    after = at(timeline, start, begin + 500)
-    assert abs(after.sources[1].samples - back.sources[1].samples - 100) <= 1
+    assert (back.cursor, back.rows) == (was.cursor, was.rows)
+    assert abs(after.samples - back.samples - 100) <= 1
     assert (
         f"{PROSE}: goes on where it is when it is dropped"
         in json.loads(timeline.revisions[1].content)["changes"]
     )
     timeline = revised(plain, begin + 10, state=start, drop=[PROSE])
-    timeline = revised(
-        timeline, begin + 300, state=left, add=[{"child": {"source": PROSE, "epochs": "inf"}}]
-    )
+    timeline = revised(timeline, begin + 300, state=left, add=again)
     line = f"{PROSE}: goes on: spec={PROSE} sample_row={left.sources[1].rows} shard=data/prose/0.txt offset="
     assert line in " ".join(json.loads(timeline.revisions[1].content)["changes"])
 
@@ -229,12 +227,9 @@ def test_a_dropped_source_of_ours_is_read_anew_where_that_is_asked_for(plain: Ti
     start = imported(plain)
     begin = start.sample_index
     timeline = revised(plain, begin + 10, state=start, drop=[PROSE])
-    child = {"source": PROSE, "epochs": "inf"}
-    timeline = revised(timeline, begin + 20, state=start, add=[{"child": child}], from_start=True)
-    left, back = (
-        at(timeline, start, begin + 10).sources[1],
-        at(timeline, start, begin + 20).sources[1],
-    )
+    again = [{"child": endless(PROSE)}]
+    timeline = revised(timeline, begin + 20, state=start, add=again, from_start=True)
+    left, back = (at(timeline, start, begin + after).sources[1] for after in (10, 20))
     assert back.cursor == FileCursor(0, 0, 0)
     assert (back.samples, back.tokens, back.rows) == (left.samples, left.tokens, left.rows)
     state = at(timeline, start, begin + 20)

@@ -17,8 +17,6 @@ from tokenloom_server.mixing.least_consumed import carried
 from tokenloom_server.mixing.node import NOTHING
 from tokenloom_server.mixing.policies import levelled
 
-LENGTH = 8
-
 
 def changed(config: RunConfig, change: Callable[[dict[str, Any]], None]) -> RunConfig:
     document = config.model_dump()
@@ -113,13 +111,7 @@ def test_what_was_out_and_may_give_more_goes_on(field: str) -> None:
 def test_a_new_source_revives_the_nodes_above_it() -> None:
     document = flat(["txt:0:text"])
     document["mixture"]["children"].append(
-        {
-            "policy": "weighted",
-            "children": [
-                {"policy": "sequential", "children": [{"source": "txt:1:text"}]},
-                {"source": "txt:2:text"},
-            ],
-        }
+        node("weighted", node("sequential", {"source": "txt:1:text"}), {"source": "txt:2:text"})
     )
     config = parsed(document)
     walk = Walk(config, [5, 2, 2])

@@ -22,12 +22,13 @@ from support.corpora import (
     write_corpus,
     write_parquet,
 )
+from support.mixing import node
 from support.timelines import revised
+from test_combinations import taken
 from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.steps import BatchPlan
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.fork import _refuse_other_documents
 from tokenloom_server.run.stats import StatsReader
@@ -60,18 +61,14 @@ def shuffled(**fields: Any) -> dict[str, Any]:
         {"source": PROSE, "shuffle": "shards", "epochs": 2},
         {"source": WIKI, "shuffle": "rows", "lanes": 3, "epochs": 2},
     ]
-    return mixture(mixture={"policy": "weighted", "children": children}, **fields)
+    return mixture(mixture=node("weighted", *children), **fields)
 
 
 def states(timeline: Timeline) -> list[State]:
     """The state behind each sample, from the first."""
-    pipeline = timeline.pipeline(timeline.initial())
-    group = pipeline.begin_group(
-        BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=2000)
-    )
-    pipeline.fill(group, 2000)
-    assert pipeline.ended == "every source is exhausted"
-    return [group.base, *(group.state_after(step) for step in range(len(group.marks)))]
+    _, found, ended = taken(timeline, timeline.initial())
+    assert ended == "every source is exhausted"
+    return [timeline.initial(), *found]
 
 
 GOLDEN = {
@@ -105,59 +102,50 @@ def test_a_run_goes_on_from_every_sample_also_where_rows_are_left_out_from_some_
 
 
 LANE = {"samples": 0, "rows": 0}
-BAD: list[tuple[str, int, dict[str, Any], str]] = [
-    (
-        "a window that is a place in a file",
+BAD: dict[str, tuple[int, dict[str, Any], str]] = {
+    "a window that is a place in a file": (
         0,
         {"shuffle": "shards", "shard": "data/code-0.parquet"},
         "shard: found .*; expected no such field",
     ),
-    (
-        "a window of shuffled files",
+    "a window of shuffled files": (
         0,
         {"shuffle": "shards"},
         "shuffle: found 'shards'; expected 'rows'",
     ),
-    (
-        "a place in a file that is a window",
+    "a place in a file that is a window": (
         2,
         {"window": 1},
         "window: found 1; expected no such field",
     ),
-    ("another shuffle", 2, {"shuffle": "none"}, "shuffle: found 'none'; expected 'shards'"),
-    ("a window below 0", 0, {"window": -1}, "window: "),
-    ("lanes of a source that has none", 0, {"lanes": [LANE]}, "lanes: found 1; expected 0"),
-    (
-        "a lane too few",
+    "another shuffle": (2, {"shuffle": "none"}, "shuffle: found 'none'; expected 'shards'"),
+    "a window below 0": (0, {"window": -1}, "window: "),
+    "lanes of a source that has none": (0, {"lanes": [LANE]}, "lanes: found 1; expected 0"),
+    "a lane too few": (
         3,
         {"lanes": [LANE] * 2},
         "lanes: found 2; expected 3",
     ),
-    (
-        "lanes that gave something else",
+    "lanes that gave something else": (
         3,
         {"lanes": [{**LANE, "samples": 1}] * 3},
         "samples: found 15; expected 3: what its lanes have",
     ),
-    (
-        "a lane that says no rows",
+    "a lane that says no rows": (
         3,
         {"lanes": [{"samples": 0}] * 3},
         r"lanes\.0\.rows: found None; expected this field",
     ),
-    (
-        "a lane in a file",
+    "a lane in a file": (
         3,
         {"lanes": [{**LANE, "epoch": 0, "shard_index": 0, "row_offset": 0}] * 3},
         "lanes",
     ),
-    ("a lane of text", 3, {"lanes": ["a"] * 3}, r"lanes\.0"),
-]
+    "a lane of text": (3, {"lanes": ["a"] * 3}, r"lanes\.0"),
+}
 
 
-@pytest.mark.parametrize(
-    ("source", "fields", "says"), [row[1:] for row in BAD], ids=[row[0] for row in BAD]
-)
+@pytest.mark.parametrize(("source", "fields", "says"), BAD.values(), ids=BAD)
 def test_a_state_that_does_not_fit_is_refused(
     folder: Path, source: int, fields: dict[str, Any], says: str
 ) -> None:
@@ -179,13 +167,12 @@ def test_files_are_appended_to_shuffled_files_and_not_to_shuffled_rows(tmp_path:
     write_parquet(tmp_path / "data/code-2.parquet", [[1, 2, 3]] * 9)
     (tmp_path / "data/docs-2.jsonl").write_text("")
     (tmp_path / "data/prose/2.txt").write_text("one\ntwo\n")
-    with pytest.raises(
-        ConfigError,
-        match="append_files: 'code' is read with shuffle: rows, and with more files every",
+    for alias, says in (
+        ("code", "'code' is read with shuffle: rows, and with more files every"),
+        ("docs", "'docs' is read in 2 lanes"),
     ):
-        revised(timeline, 10, append_files=["code"])
-    with pytest.raises(ConfigError, match="append_files: 'docs' is read in 2 lanes"):
-        revised(timeline, 10, append_files=["docs"])
+        with pytest.raises(ConfigError, match=f"append_files: {says}"):
+            revised(timeline, 10, append_files=[alias])
     more = states(revised(timeline, 10, append_files=["prose"]))
     assert more[10].digest == states(timeline)[10].digest
     assert more[-1].sample_index > index
@@ -245,9 +232,7 @@ def test_the_part_of_an_epoch_that_lanes_share_cannot_become_another(
 ) -> None:
     def order(epochs: float, lanes: int = 3, run: str = "test") -> PipelineFactory:
         children = [{"source": CODE, "alias": "code", "lanes": lanes, "epochs": epochs}]
-        return order_of(
-            folder, mixture(run=run, mixture={"policy": "sequential", "children": children})
-        )
+        return order_of(folder, mixture(run=run, mixture=node("sequential", *children)))
 
     # Each lane would go on in a part that is not its own: over rows that another gave.
     says = f"code: epochs is {epochs:g} and would be {other:g}, but its 3 lanes share the rows of an epoch"
@@ -287,13 +272,9 @@ def test_a_long_document_is_spread_over_the_samples_of_all_lanes(tmp_path: Path)
     rows[30] = [1] * 800
     write_parquet(tmp_path / "long.parquet", rows, group=10)
     source = {"source": "parquet:long.parquet:ids", "lanes": 4}
-    order = order_of(tmp_path, mixture(mixture={"policy": "sequential", "children": [source]}))
-    pipeline = order.pipeline(order.initial())
-    group = pipeline.begin_group(
-        BatchPlan(start_index=0, world_size=1, batch_size=1, group_micro_steps=9000)
-    )
-    pipeline.fill(group, 9000)
-    has = [1 in memoryview(ids).cast("H").tolist() for ids in group.ids(0, 0, len(group.marks))]
+    order = order_of(tmp_path, mixture(mixture=node("sequential", source)))
+    samples, _, _ = taken(order, order.initial())
+    has = [1 in memoryview(ids).cast("H").tolist() for ids in samples]
     # One of four is the long document's.
     assert 100 <= sum(has) <= 102
     assert not any(before and after for before, after in pairwise(has))

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.corpora import (
     CODE,
     advanced,
@@ -23,6 +21,7 @@ from support.corpora import (
     order_of,
     parsed,
 )
+from support.mixing import node
 from tokenloom_proto.seal import SNAPSHOT_FORMAT, SNAPSHOT_VERSION, canonical, seal, unseal
 from tokenloom_server.core.state import (
     DIGEST_MODULUS,
@@ -279,21 +278,21 @@ def test_more_behind_its_end_is_refused(case: Case, more: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "",
-            "null",
-            "7",
-            "[]",
-            '"x"',
-            "{}",
-            "{",
-            "NaN",
-            "\ufeff{}",
-            "\x00",
-            "9" * 5000,
-            "[" * 100_000,
-        ),
-        *('{"a":1,"a":1}', '{"a":Infinity}', '{"a":"\\ud800"}'),
+        "",
+        "null",
+        "7",
+        "[]",
+        '"x"',
+        "{}",
+        "{",
+        "NaN",
+        "\ufeff{}",
+        "\x00",
+        "9" * 5000,
+        "[" * 100_000,
+        '{"a":1,"a":1}',
+        '{"a":Infinity}',
+        '{"a":"\\ud800"}',
         *('{"a":' * depth + "1" + "}" * depth for depth in (400, 900, 960, 1000)),
     ],
     ids=lambda text: repr(text[:12]),
@@ -306,13 +305,6 @@ def test_what_is_no_snapshot_at_all_is_refused(case: Case, text: str) -> None:
     ):
         with pytest.raises(SnapshotInvalid):
             case.parse(found)
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
-def test_arbitrary_bytes_are_refused(case: Case, data: bytes) -> None:
-    with pytest.raises(SnapshotInvalid):
-        case.parse(data)
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
@@ -430,7 +422,6 @@ SWAPPED = [
     (f"{DATASET}.shard_index", 2, ".shard_index: found 2; expected a whole number from 0 to 1"),
     (f"{DATASET}.shard_index", MAX_COUNTER, ".shard_index: found"),
     (f"{DATASET}.packed_samples", 3, ".row_token_offset: found 29; expected no such field"),
-    ("resume_state.version", 1, "resume_state.version: "),
     ("resume_state.version", 3, "resume_state.version: "),
     (
         f"{DATASET}.samples",
@@ -475,14 +466,21 @@ SWAPPED = [
     ("resume_state.nodes.1.1.1", 0, "resume_state.nodes.1.1"),
 ]
 COUNTS = [
-    *("sample_index", "total_tokens", "resume_state.sample_index", "resume_state.total_tokens"),
+    "sample_index",
+    "total_tokens",
+    "resume_state.sample_index",
+    "resume_state.total_tokens",
+    "resume_state.nodes.0.0.0",
+    "resume_state.nodes.0.0.1",
+    "resume_state.nodes.1.1.0",
     *(
         f"{DATASET}.{key}"
-        for key in ("id", "shard_index", "epoch", "row_offset", "row_token_offset", "samples")
+        for key in (
+            *("id", "shard_index", "epoch", "row_offset", "row_token_offset", "samples", "rows"),
+            *("token_offset", "dropped_tokens", *RowCounts._fields),
+            *("skipped_samples", "skipped_rows", "skipped_tokens"),
+        )
     ),
-    *(f"{DATASET}.{key}" for key in ("rows", "token_offset", "dropped_tokens", *RowCounts._fields)),
-    *(f"{DATASET}.{key}" for key in ("skipped_samples", "skipped_rows", "skipped_tokens")),
-    *("resume_state.nodes.0.0.0", "resume_state.nodes.0.0.1", "resume_state.nodes.1.1.0"),
 ]
 SWAPPED += [
     (path, value, f"{path}: ")
@@ -506,24 +504,32 @@ def test_a_swapped_field_is_refused_by_name(case: Case, path: str, value: Any, s
 @pytest.mark.parametrize(
     "path",
     [
-        *(
-            "format",
-            "version",
-            "run",
-            "stream",
-            "sample_index",
-            "digest",
-            "total_tokens",
-            "run_uid",
-            "generation",
-        ),
-        *("seed", "order_version", "config_digest", "manifest_digest", "tokenizer", "resume_state"),
-        *("counts", "real_tokens", "resume_state.version", "resume_state.mixture"),
-        *(
-            f"resume_state.{field}"
-            for field in ("sample_index", "digest", "total_tokens", "datasets", "nodes")
-        ),
-        *("resume_state.datasets.1.shard", "resume_state.datasets.1.rows"),
+        "format",
+        "version",
+        "run",
+        "stream",
+        "sample_index",
+        "digest",
+        "total_tokens",
+        "run_uid",
+        "generation",
+        "seed",
+        "order_version",
+        "config_digest",
+        "manifest_digest",
+        "tokenizer",
+        "resume_state",
+        "counts",
+        "real_tokens",
+        "resume_state.version",
+        "resume_state.mixture",
+        "resume_state.sample_index",
+        "resume_state.digest",
+        "resume_state.total_tokens",
+        "resume_state.datasets",
+        "resume_state.nodes",
+        "resume_state.datasets.1.shard",
+        "resume_state.datasets.1.rows",
     ],
 )
 def test_a_missing_field_is_refused_by_name(case: Case, path: str) -> None:
@@ -537,18 +543,20 @@ def test_a_missing_field_is_refused_by_name(case: Case, path: str) -> None:
 
 #: The fields that say where a source stands.
 PLACE = (
-    *("epoch", "shard", "shard_index", "row_offset", "window", "window_row"),
-    *("row_token_offset", "packed_samples", "epoch_rows"),
+    "epoch",
+    "shard",
+    "shard_index",
+    "row_offset",
+    "window",
+    "window_row",
+    "row_token_offset",
+    "packed_samples",
+    "epoch_rows",
 )
 IN_A_FILE: dict[str, Any] = {"epoch": 0, "shard_index": 0, "row_offset": 3, "row_token_offset": 0}
 IN_A_WINDOW: dict[str, Any] = {"epoch": 0, "window": 0, "window_row": 3, "row_token_offset": 0}
 IN_AN_EPOCH: dict[str, Any] = {"epoch": 0, "epoch_rows": 4}
-IN_PACKED_ROWS: dict[str, Any] = {
-    "epoch": 0,
-    "shard": "data/code-0.parquet",
-    "shard_index": 0,
-    "row_offset": 3,
-} | {"packed_samples": 3}
+PLACED = {"epoch": 0, "shard": "data/code-0.parquet", "shard_index": 0, "row_offset": 3}
 PLACES: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
     (
         {},
@@ -567,23 +575,23 @@ PLACES: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
     (
         {"shuffle": "rows"},
         "0",
-        {**IN_A_FILE, "shard": "data/code-0.parquet"},
+        PLACED | {"row_token_offset": 0},
         "0: found ('shard_index', 'row_offset'); expected ('window', ",
     ),
     ({"lanes": 2}, "0.lanes.1", {}, "lanes.1: found (); expected"),
     ({"lanes": 2}, "0.lanes.1", IN_A_WINDOW, "lanes.1: found ('window', 'window_row'); expected"),
     ({"lanes": 2}, "0.lanes.1", IN_AN_EPOCH, "lanes.1.epoch: found 0; expected no such field"),
-    ({}, "0", IN_PACKED_ROWS, "0.packed_samples: found 3; expected None"),
+    ({}, "0", PLACED | {"packed_samples": 3}, "0.packed_samples: found 3; expected None"),
     (
         {"packing": "best_fit"},
         "0",
-        {**IN_A_FILE, "shard": "data/code-0.parquet", "row_token_offset": 2, "packed_samples": 3},
+        PLACED | {"row_token_offset": 2, "packed_samples": 3},
         "0.row_token_offset: found 2; expected no such field",
     ),
     (
         {"packing": "best_fit", "lanes": 2},
         "0.lanes.1",
-        {**IN_A_FILE, "row_token_offset": 2, "packed_samples": 3},
+        IN_A_FILE | {"row_token_offset": 2, "packed_samples": 3},
         "0.lanes.1.row_token_offset: found 2; expected no such field",
     ),
 ]
@@ -593,21 +601,12 @@ PLACES: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
 def test_a_place_where_the_source_cannot_stand_is_refused(
     folder: Path, options: dict[str, Any], path: str, place: dict[str, Any], says: str
 ) -> None:
-    source = {"source": CODE} | {key: value for key, value in options.items() if key != "packing"}
-    order = order_of(
-        folder,
-        mixture(
-            packing=options.get("packing", "concat"),
-            sequence_length=16,
-            mixture={"policy": "weighted", "children": [source]},
-        ),
-    )
+    source = {"source": CODE} | options
+    run = flat([], packing=source.pop("packing", "concat"), sequence_length=16)
+    order = order_of(folder, run | {"mixture": node("weighted", source)})
     document = json.loads(encode_state(order, advanced(order, order.initial(), 7)))
     holder, key = within(document["datasets"], path)
-    at = holder[key]
-    for field in PLACE:
-        at.pop(field, None)
-    at |= place
+    holder[key] = {name: own for name, own in holder[key].items() if name not in PLACE} | place
     with pytest.raises(SnapshotInvalid) as caught:
         decode_state(order, canonical(document))
     assert says in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from support.corpora import (
     write_corpus,
     write_parquet,
 )
+from support.mixing import node
 from support.timelines import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.config.order_fields import differences, refuse
 from tokenloom_server.core.state import PackedCursor, State
 from tokenloom_server.errors import ConfigError, SnapshotInvalid
-from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.order.pipeline import Pipeline
 from tokenloom_server.order.steps import BatchPlan, StepGroup
 from tokenloom_server.order.timeline import Timeline
@@ -45,7 +46,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 EXTRA = "parquet:data/extra.parquet:ids"
-CHILD = {"source": CODE, "alias": "code", "weight": 2}
+CODE_ALONE = {"source": CODE, "alias": "code"}
+CHILD = CODE_ALONE | {"weight": 2}
+
+
+def timeline_of(folder: Path, *root: Any, **fields: Any) -> Timeline:
+    """Of a run over a node of a policy and children, else over the mixture of the corpus."""
+    if root:
+        fields["mixture"] = node(*root)
+    return Timeline(order_of(folder, mixture(**fields)))
 
 
 def walked(timeline: Timeline, limit: int = 10**6) -> list[str]:
@@ -78,7 +87,7 @@ def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -
             for row in (4, 5)
         )
     )
-    timeline = revised(Timeline(order_of(folder)), 5, exclude={"file": "out.jsonl"})
+    timeline = revised(timeline_of(folder), 5, exclude={"file": "out.jsonl"})
     timeline = revised(timeline, 10, set=[{"child": "code", "alias": "programs"}])
     timeline = revised(timeline, 15, exclude={"file": "more.jsonl"})
     for found in (timeline, Timeline(timeline.first, timeline.revisions)):
@@ -91,35 +100,23 @@ def test_rows_stay_left_out_when_their_source_gets_another_alias(folder: Path) -
 
 
 def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
-    document = mixture(
+    timeline = timeline_of(
+        folder,
         last_micro_step="pad",
         phases=[
             {"until_tokens": 90},
             {"until_tokens": 200, "sequence_length": 16},
             {
                 "sequence_length": 4,
-                "mixture": {
-                    "policy": "weighted",
-                    "children": [{"source": DOCS}, {"source": EXTRA}],
-                },
+                "mixture": node("weighted", {"source": DOCS}, {"source": EXTRA}),
             },
         ],
     )
-    timeline = Timeline(order_of(folder, document))
     # 12 samples of 8, then 7 of 16, the first multiples at or behind the tokens asked for.
-    assert [(segment.begin, segment.tokens) for segment in timeline.segments] == [
-        (0, 0),
-        (12, 96),
-        (19, 208),
-    ]
-    assert [timeline.index_at(tokens) for tokens in (0, 90, 96, 97, 208, 209)] == [
-        0,
-        12,
-        12,
-        13,
-        19,
-        20,
-    ]
+    begins = [(segment.begin, segment.tokens) for segment in timeline.segments]
+    assert begins == [(0, 0), (12, 96), (19, 208)]
+    for tokens, index in ((0, 0), (90, 12), (96, 12), (97, 13), (208, 19), (209, 20)):
+        assert timeline.index_at(tokens) == index
     states = walked(timeline)
     for at in (0, 11, 12, 13, 18, 19, 20, len(states) - 1):
         state = timeline.decode(states[at])
@@ -176,7 +173,7 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
             r"cannot be looked up \(File name too long\)",
         ),
         (
-            {"mixture": {"policy": "weighted", "children": [CHILD]}, "drop": ["code"]},
+            {"mixture": node("weighted", CHILD), "drop": ["code"]},
             "so set, add and drop must be left",
         ),
         (
@@ -186,9 +183,9 @@ def test_a_longer_context_begins_where_its_phase_does(folder: Path) -> None:
         ({"append_files": ["docs"]}, "'docs' has no file that the run does not read already"),
         ({"set": [{"child": "code", "weight": 2}]}, "this changes nothing"),
         ({}, "this changes nothing"),
-        ({"mixture": {"policy": "weighted", "children": []}}, "mixture"),
+        ({"mixture": node("weighted")}, "mixture"),
         (
-            {"mixture": {"policy": "weighted", "children": [{"source": CODE, "add_bos": True}]}},
+            {"mixture": node("weighted", {"source": CODE, "add_bos": True})},
             "add_bos is not given",
         ),
     ],
@@ -197,17 +194,15 @@ def test_what_cannot_be_changed_is_refused_by_name(
     folder: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        revised(Timeline(order_of(folder)), 5, **change)
+        revised(timeline_of(folder), 5, **change)
 
 
 def test_files_that_are_appended_come_behind_the_others_and_wake_their_source(
     tmp_path: Path,
 ) -> None:
     folder = write_corpus(tmp_path)
-    children = [{"source": CODE, "alias": "code", "weight": 9}, {"source": WIKI, "alias": "wiki"}]
-    timeline = Timeline(
-        order_of(folder, mixture(mixture={"policy": "least_consumed", "children": children}))
-    )
+    code = {"source": CODE, "alias": "code", "weight": 9}
+    timeline = timeline_of(folder, "least_consumed", code, {"source": WIKI, "alias": "wiki"})
     write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
     out = next(
         at
@@ -223,12 +218,9 @@ def test_files_that_are_appended_come_behind_the_others_and_wake_their_source(
 
 
 def test_a_phase_in_which_a_revision_begins_is_told_apart(folder: Path) -> None:
-    document = mixture(
-        last_micro_step="pad", phases=[{"until_tokens": 80}, {"sequence_length": 16}]
-    )
-    timeline = revised(
-        Timeline(order_of(folder, document)), 10, set=[{"child": "code", "weight": 9}]
-    )
+    phases = [{"until_tokens": 80}, {"sequence_length": 16}]
+    timeline = timeline_of(folder, last_micro_step="pad", phases=phases)
+    timeline = revised(timeline, 10, set=[{"child": "code", "weight": 9}])
     (switch,) = timeline.switches(0)
     assert switch.end_reason is not None and "sample 10 begins phase 1" in switch.end_reason
     assert [(each.begin, each.phase, each.revision is None) for each in timeline.segments] == [
@@ -238,19 +230,11 @@ def test_a_phase_in_which_a_revision_begins_is_told_apart(folder: Path) -> None:
 
 
 def test_a_node_that_a_source_leaves_keeps_its_turn(folder: Path) -> None:
-    children = [
-        {"source": CODE, "alias": "code"},
-        {
-            "policy": "round_robin",
-            "alias": "inner",
-            "children": [{"source": PROSE}, {"source": DOCS, "alias": "docs"}],
-        },
-    ]
-    timeline = Timeline(
-        order_of(folder, mixture(mixture={"policy": "round_robin", "children": children}))
-    )
+    docs = {"source": DOCS, "alias": "docs"}
+    inner = node("round_robin", {"source": PROSE}, docs, alias="inner")
+    timeline = timeline_of(folder, "round_robin", CODE_ALONE, inner)
     timeline = revised(timeline, 20, drop=["docs"])
-    timeline = revised(timeline, 20, add=[{"child": {"source": DOCS, "alias": "docs"}}])
+    timeline = revised(timeline, 20, add=[{"child": docs}])
     states = walked(timeline, 60)
     # Turn by turn, though the inner node has only half of the samples that it gave.
     given = [[child.samples for child in timeline.decode(states[at]).nodes[0]] for at in (20, 26)]
@@ -265,7 +249,7 @@ def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
         {"until_tokens": 95, "sequence_length": 4},
         {"sequence_length": 16},
     ]
-    timeline = Timeline(order_of(folder, mixture(last_micro_step="pad", phases=phases)))
+    timeline = timeline_of(folder, last_micro_step="pad", phases=phases)
     assert [(each.begin, each.phase) for each in timeline.segments] == [(0, 0), (12, 2)]
     reached = advanced(timeline, timeline.initial(), 12)
     assert timeline.encode(reached) == timeline.encode(timeline.decode(walked(timeline, 12)[12]))
@@ -278,7 +262,7 @@ def test_a_phase_of_less_than_a_sample_gives_nothing(folder: Path) -> None:
 def test_a_state_of_a_line_without_the_revision_is_refused(
     folder: Path, change: dict[str, Any]
 ) -> None:
-    plain = Timeline(order_of(folder))
+    plain = timeline_of(folder)
     timeline = revised(plain, 10, **change)
     states = [walked(each, 20) for each in (plain, timeline)]
     assert timeline.decode(states[0][9]) == timeline.decode(states[1][9])
@@ -292,10 +276,8 @@ def test_a_state_of_a_line_without_the_revision_is_refused(
 
 
 def test_another_mixture_in_the_last_phase_does_not_move_the_end_of_the_run(folder: Path) -> None:
-    timeline = Timeline(
-        order_of(folder, mixture(phases=[{"until_tokens": 160}, {"until_tokens": 400}]))
-    )
-    root = {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}
+    timeline = timeline_of(folder, phases=[{"until_tokens": 160}, {"until_tokens": 400}])
+    root = node("weighted", {"source": WIKI}, {"source": CODE, "alias": "code"})
     for given, ends in ((root, 400), (root | {"max_tokens": 320}, 320)):
         changed = revised(timeline, 30, mixture=given)
         assert [
@@ -325,15 +307,16 @@ def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since
     pipeline = timeline.pipeline(timeline.initial())
     pipeline.advance(30)
     [brought] = json.loads(timeline.encode(pipeline.state()))["revisions"]
-    revision = StoredRevision(
-        number=1,
-        sample_index=brought["sample_index"],
-        made_at=0.0,
-        author="",
-        reason="brought",
-        content=canonical({**brought["content"], "generation": 0}),
+    elsewhere = Timeline(
+        first,
+        [
+            replace(
+                timeline.revisions[0],
+                sample_index=brought["sample_index"],
+                content=canonical({**brought["content"], "generation": 0}),
+            )
+        ],
     )
-    elsewhere = Timeline(first, [revision])
     there = elsewhere.pipeline(elsewhere.decode(timeline.encode(pipeline.state())))
     for each in (pipeline, there):
         each.advance(1000)
@@ -341,7 +324,7 @@ def test_a_state_tells_a_ledger_that_knows_no_revision_all_files_that_came_since
 
 
 def test_what_left_with_its_node_comes_back_where_it_stood(folder: Path) -> None:
-    plain = Timeline(order_of(folder, mixture()))
+    plain = timeline_of(folder)
     gone = revised(plain, 20, drop=["rest"])
     assert {s.source for s in gone.at(20).config.sources if s.presence == "dropped"} == {
         PROSE,
@@ -350,16 +333,12 @@ def test_what_left_with_its_node_comes_back_where_it_stood(folder: Path) -> None
     with pytest.raises(ConfigError, match=r"set\.0\.child: the mixture has no 'parquet|txt"):
         revised(gone, 21, set=[{"child": PROSE, "weight": 3}])
     alone = revised(gone, 30, add=[{"child": {"source": WIKI}}])
-    both = {
-        "policy": "round_robin",
-        "alias": "rest",
-        "children": [{"source": WIKI}, {"source": PROSE}],
-    }
-    node = revised(gone, 30, add=[{"child": both}])
-    assert [node.alias for node in node.at(30).config.nodes] == [None, "rest"], (
+    both = node("round_robin", {"source": WIKI}, {"source": PROSE}, alias="rest")
+    whole = revised(gone, 30, add=[{"child": both}])
+    assert [each.alias for each in whole.at(30).config.nodes] == [None, "rest"], (
         "the old node is of nothing any more"
     )
-    for timeline, sources in ((alone, (WIKI,)), (node, (WIKI, PROSE))):
+    for timeline, sources in ((alone, (WIKI,)), (whole, (WIKI, PROSE))):
         pipeline = timeline.pipeline(timeline.initial())
         pipeline.advance(20)
         left = pipeline.state()
@@ -386,9 +365,9 @@ def test_a_change_that_a_phase_ends_says_so(folder: Path) -> None:
     phases = [
         {"until_tokens": 160},
         {"until_tokens": 240},
-        {"mixture": {"policy": "weighted", "children": [CHILD]}},
+        {"mixture": node("weighted", CHILD)},
     ]
-    timeline = Timeline(order_of(folder, mixture(phases=phases)))
+    timeline = timeline_of(folder, phases=phases)
     for at, told in ((5, True), (29, True), (30, False)):
         changes = json.loads(
             revised(timeline, at, set=[{"child": "code", "weight": 7}]).revisions[0].content
@@ -399,7 +378,7 @@ def test_a_change_that_a_phase_ends_says_so(folder: Path) -> None:
 
 
 def test_a_state_tells_what_is_still_to_come(folder: Path) -> None:
-    timeline = revised(Timeline(order_of(folder)), 20, drop=["docs"])
+    timeline = revised(timeline_of(folder), 20, drop=["docs"])
     timeline = revised(timeline, 60, set=[{"child": "code", "weight": 5}])
     early = json.loads(walked(timeline, 5)[5])
     assert [each["sample_index"] for each in early["revisions"]] == [20, 60]
@@ -408,30 +387,19 @@ def test_a_state_tells_what_is_still_to_come(folder: Path) -> None:
 
 
 def test_what_a_revision_dropped_stays_dropped_in_a_phase_that_has_it(folder: Path) -> None:
-    both = {"policy": "weighted", "children": [{"source": WIKI}, {"source": CODE, "alias": "code"}]}
-    document = mixture(
-        mixture=both,
-        phases=[{"until_tokens": 160}, {"mixture": {**both, "policy": "least_consumed"}}],
-    )
-    plain = Timeline(order_of(folder, document))
-    timeline = revised(plain, 5, drop=["code"])
-    assert [source.presence for source in timeline.at(30).config.sources] == ["live", "dropped"]
-    again = revised(timeline, 10, add=[{"child": {"source": CODE, "alias": "code"}}])
-    assert [source.presence for source in again.at(30).config.sources] == ["live", "live"]
+    both = node("weighted", {"source": WIKI}, {"source": CODE, "alias": "code"})
+    phases = [{"until_tokens": 160}, {"mixture": both | {"policy": "least_consumed"}}]
+    timeline = revised(timeline_of(folder, mixture=both, phases=phases), 5, drop=["code"])
+    again = revised(timeline, 10, add=[{"child": CODE_ALONE}])
     # One that an earlier phase just does not have comes with the phase that has it.
-    one = mixture(
-        mixture={"policy": "weighted", "children": [{"source": WIKI}]},
-        phases=[{"until_tokens": 80}, {"mixture": both}],
-    )
-    assert [
-        source.presence for source in Timeline(order_of(folder, one)).at(30).config.sources
-    ] == ["live", "live"]
+    phases = [{"until_tokens": 80}, {"mixture": both}]
+    one = timeline_of(folder, "weighted", {"source": WIKI}, phases=phases)
+    for found, code in ((timeline, "dropped"), (again, "live"), (one, "live")):
+        assert [source.presence for source in found.at(30).config.sources] == ["live", code]
 
 
 def test_a_run_ends_with_the_first_whole_sample_at_its_last_phases_end(folder: Path) -> None:
-    timeline = Timeline(
-        order_of(folder, mixture(phases=[{"until_tokens": 83}, {"until_tokens": 203}]))
-    )
+    timeline = timeline_of(folder, phases=[{"until_tokens": 83}, {"until_tokens": 203}])
     assert timeline.segments[1].tokens == 88
     assert _end(timeline).total_tokens == 208
 
@@ -439,12 +407,7 @@ def test_a_run_ends_with_the_first_whole_sample_at_its_last_phases_end(folder: P
 def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as_they_were(
     folder: Path,
 ) -> None:
-    document = mixture(
-        packing="best_fit",
-        sequence_length=32,
-        mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code"}]},
-    )
-    plain = Timeline(order_of(folder, document))
+    plain = timeline_of(folder, "sequential", CODE_ALONE, packing="best_fit", sequence_length=32)
     given = {}
     for timeline in (plain, revised(plain, 3, exclude={"file": "out.jsonl"})):
         pipeline, found = timeline.pipeline(timeline.initial()), []
@@ -464,15 +427,8 @@ def test_rows_that_are_left_out_of_a_window_under_way_leave_its_other_samples_as
 
 def test_files_that_are_appended_to_a_packed_source_repeat_and_lose_nothing(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path)
-    children = [{"source": CODE, "alias": "code"}]
-    document = mixture(
-        packing="best_fit",
-        sequence_length=16,
-        mixture={"policy": "sequential", "children": children},
-    )
-    order = order_of(folder, document)
+    plain = timeline_of(folder, "sequential", CODE_ALONE, packing="best_fit", sequence_length=16)
     write_parquet(folder / "data/code-9.parquet", [[9] * 40] * 3)
-    plain = Timeline(order)
     for index in (1, len(walked(plain)) - 2):
         later = revised(plain, index, append_files=["code"])
         before, after = _end(plain).sources[0], _end(later).sources[0]
@@ -485,22 +441,23 @@ def test_files_that_are_appended_to_a_packed_source_repeat_and_lose_nothing(tmp_
 def test_a_part_of_an_epoch_of_packed_windows_cannot_become_another(
     folder: Path, epochs: float, other: float
 ) -> None:
-    children = [{"source": CODE, "alias": "code", "epochs": epochs}]
-    document = mixture(packing="best_fit", mixture={"policy": "sequential", "children": children})
+    child = CODE_ALONE | {"epochs": epochs}
+    timeline = timeline_of(folder, "sequential", child, packing="best_fit")
     says = f"code: epochs is {epochs:g} and would be {other:g}, but with packing: best_fit"
     with pytest.raises(ConfigError, match=says):
-        revised(Timeline(order_of(folder, document)), 5, set=[{"child": "code", "epochs": other}])
+        revised(timeline, 5, set=[{"child": "code", "epochs": other}])
 
 
 def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: Path) -> None:
-    document = mixture(
+    timeline = timeline_of(
+        folder,
+        "sequential",
+        CODE_ALONE,
         packing="best_fit",
         last_micro_step="pad",
         sequence_length=16,
         phases=[{"until_tokens": 160}, {"sequence_length": 64}],
-        mixture={"policy": "sequential", "children": [{"source": CODE, "alias": "code"}]},
     )
-    timeline = Timeline(order_of(folder, document))
     states = walked(timeline)
     before, begun = (timeline.decode(states[index]).sources[0].cursor for index in (9, 10))
     assert isinstance(before, PackedCursor)
@@ -509,15 +466,9 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
         end = advanced(timeline, timeline.decode(states[at]), len(states))
         assert timeline.encode(end) == timeline.encode(_end(timeline))
     # From its first row on: what it had given comes once more.
-    end = _end(timeline).sources[0]
-    given = (
-        end.tokens
-        - 160
-        - (
-            end.row_counts.padding_tokens
-            - timeline.decode(states[10]).sources[0].row_counts.padding_tokens
-        )
-    )
+    end, then = _end(timeline).sources[0], timeline.decode(states[10]).sources[0]
+    padding = end.row_counts.padding_tokens - then.row_counts.padding_tokens
+    given = end.tokens - 160 - padding
     assert given == sum(len(row) + 1 for shard in ROWS[CODE] for row in shard if row)
 
 
@@ -529,7 +480,7 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
             "began without a source that has",
         ),
         (
-            {"mixture": {"policy": "weighted", "children": [CHILD], "packing": "none"}},
+            {"mixture": node("weighted", CHILD, packing="none")},
             "packing: unknown key",
         ),
     ],
@@ -537,15 +488,11 @@ def test_a_window_under_way_where_samples_become_longer_is_packed_again(folder: 
 def test_how_samples_are_packed_cannot_be_revised(
     folder: Path, change: dict[str, Any], says: str
 ) -> None:
-    timeline = Timeline(order_of(folder, mixture(packing="best_fit")))
+    timeline = timeline_of(folder, packing="best_fit")
     with pytest.raises(ConfigError, match=says):
         revised(timeline, 5, **change)
+    other = parsed(mixture(packing="none"))
     with pytest.raises(
         ConfigError, match=r"packing: the run began with \"best_fit\", the file has \"none\""
     ):
-        refuse(
-            parsed(mixture(packing="none")),
-            differences(
-                parsed(mixture(packing="none")), json.loads(timeline.first.record.to_json())
-            ),
-        )
+        refuse(other, differences(other, json.loads(timeline.first.record.to_json())))

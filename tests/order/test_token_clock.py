@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, advanced, mixture, order_of
 from support.imports import import_into, state_of
+from support.mixing import node
 from support.timelines import revised
 from tokenloom_proto.seal import canonical
 from tokenloom_server.core.state import State
@@ -184,7 +185,7 @@ def test_each_state_after_it_is_checked_as_linear_plus_offset(order: PipelineFac
 
 
 def test_phases_go_by_the_clock(folder: Path) -> None:
-    later = {"policy": "weighted", "children": [{"source": WIKI}, {"source": PROSE}]}
+    later = node("weighted", {"source": WIKI}, {"source": PROSE})
     phases = [
         {"until_tokens": 90_000},
         {"until_tokens": CLOCK + 100},
@@ -258,9 +259,7 @@ def test_a_budget_that_the_clock_is_beyond_gives_nothing(folder: Path) -> None:
 def test_scheduled_weights_go_by_the_clock(folder: Path) -> None:
     points = [[0, 1], [CLOCK + 80, 1], [CLOCK + 81, 0]]
     children = [{"source": CODE, "weight": points}, {"source": DOCS, "weight": 1}]
-    timeline = Timeline(
-        order_of(folder, mixture(mixture={"policy": "schedule", "children": children}))
-    )
+    timeline = Timeline(order_of(folder, mixture(mixture=node("schedule", *children))))
     state = imported(timeline)
     pipeline = timeline.with_clock(state.clock_offset).pipeline(state)
     given = []

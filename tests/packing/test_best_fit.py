@@ -12,7 +12,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.documents import EOT, FIELDS, Case, Sample, state_after
+from support.documents import FIELDS, Case, Sample, state_after
 from tokenloom_server.core.hashing import Purpose, draw
 from tokenloom_server.core.state import FileCursor, PackedCursor, RowCounts, SourceState
 from tokenloom_server.errors import SourceError
@@ -189,19 +189,6 @@ def test_no_two_bins_could_be_one(lengths: list[int]) -> None:
     sums = sorted(np.bincount(placed, lengths, bins).tolist())
     assert all(0 < total <= 20 for total in sums)
     assert len(sums) < 2 or sums[0] + sums[1] > 20
-
-
-def test_a_long_document_is_cut_into_full_samples_and_its_rest_is_packed() -> None:
-    case = BestFit(((tuple(range(9)), (20, 21)),), 4)
-    found = case.samples(9)
-    # Ten tokens: 4 + 4 + 2; the rest of it and the second, of three, do not fit together.
-    assert sorted(sample.ids for sample in found) == [
-        (0, 1, 2, 3),
-        (4, 5, 6, 7),
-        (8, EOT),
-        (20, 21, EOT),
-    ]
-    assert found[-1].row_counts == RowCounts(padding_tokens=3, cut_documents=1)
 
 
 def test_a_state_after_more_samples_than_the_window_has_is_refused() -> None:

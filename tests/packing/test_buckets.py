@@ -23,6 +23,7 @@ from support.features import (
     write_arrow,
     write_features,
 )
+from support.mixing import node
 from support.timelines import revised
 from tokenloom_server.core.state import State, digest_hex
 from tokenloom_server.errors import ConfigError, JoinRefused, SourceError
@@ -91,28 +92,32 @@ def captions_of(step: Step) -> list[str]:
     return [sample[at + aspect :].decode() for sample in step.samples]
 
 
-def mixture(policy: str, nested: bool) -> dict[str, Any]:
+def mixture(policy: str, nested: bool, **options: Any) -> dict[str, Any]:
     weights = {"numbers": {"weight": 2}, "points": {"weight": [[0, 1], [40, 3]]}, "nothing": {}}
-    first: dict[str, Any] = {"source": LATENTS, "epochs": 2, **weights[policies()[policy].takes]}
-    second: dict[str, Any] = {"source": MORE}
-    node = {"policy": policy, "children": [first, second]}
+    first = {"source": LATENTS, "epochs": 2, **weights[policies()[policy].takes], **options}
     if not nested:
-        return node
-    return {
-        "policy": "weighted",
-        "children": [{**node, "children": [first]}, {"source": MORE, "weight": 0.5}],
-    }
+        return node(policy, first, {"source": MORE, **options})
+    return node("weighted", node(policy, first), {"source": MORE, "weight": 0.5})
 
 
-@pytest.mark.parametrize(
-    ("policy", "nested"),
-    [*((policy, False) for policy in policies()), ("round_robin", True), ("schedule", True)],
-)
+def whole_of(order: PipelineFactory) -> list[Step]:
+    return list(steps(order.pipeline(order.initial())))
+
+
+SHUFFLED = ({"shuffle": "rows"}, {"shuffle": "rows", "shuffle_window_rows": 2})
+RUNS: dict[str, dict[str, Any]] = {
+    **{f"{policy}-False": mixture(policy, False) for policy in policies()},
+    **{f"{policy}-True": mixture(policy, True) for policy in ("round_robin", "schedule")},
+    **{f"shuffled-{i}": mixture("round_robin", False, **of) for i, of in enumerate(SHUFFLED)},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_the_rest_from_every_step_on_any_ranks_equals_the_uninterrupted_run(
-    folder: Path, policy: str, nested: bool
+    folder: Path, name: str
 ) -> None:
-    order = order_of(folder, document(mixture=mixture(policy, nested)))
-    whole = list(steps(order.pipeline(order.initial())))
+    order = order_of(folder, document(mixture=RUNS[name]))
+    whole = whole_of(order)
     assert whole
     for at, step in enumerate(whole):
         assert step.after.sample_index == (at + 1) * SIZE
@@ -149,7 +154,7 @@ def test_each_row_comes_at_most_once_an_epoch_with_its_own_values_and_the_remain
         pa.concat_tables([pq.read_table(folder / "latents" / f"{i}.parquet") for i in range(2)]),
         latents(29, 2000),
     ]
-    whole = list(steps(order.pipeline(order.initial())))
+    whole = whole_of(order)
     seen: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     by_caption = [{row["caption"]: row for row in table.to_pylist()} for table in tables]
     given = Counter[int]()
@@ -210,28 +215,12 @@ def test_shuffled_rows_are_all_of_an_epoch_in_an_order_of_its_own_within_their_w
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("window", [2, 2**16])
-def test_shuffled_runs_resume_at_every_step_with_the_same_rows_as_unshuffled_ones(
-    folder: Path, window: int
+@pytest.mark.parametrize("name", ["shuffled-0", "shuffled-1"])
+def test_shuffled_runs_have_as_many_rows_as_unshuffled_ones_in_another_order(
+    folder: Path, name: str
 ) -> None:
-    shuffled = (
-        {"shuffle": "rows"}
-        if window == 2**16
-        else {"shuffle": "rows", "shuffle_window_rows": window}
-    )
-    children = [{"source": LATENTS, "epochs": 2, **shuffled}, {"source": MORE, **shuffled}]
-    order = order_of(folder, document(mixture={"policy": "round_robin", "children": children}))
-    whole = list(steps(order.pipeline(order.initial())))
-    plain = order_of(folder, document())
-    assert len(whole) == len(list(steps(plain.pipeline(plain.initial()))))
-    captions = [caption for step in whole for caption in captions_of(step)]
-    for at, step in enumerate(whole):
-        assert reread(order, step.after) == step.after
-        last = at + 4 if at % 7 else len(whole)
-        rest = islice(steps(order.pipeline(step.after), world_size=2), last - at - 1)
-        assert [caption for more in rest for caption in captions_of(more)] == captions[
-            (at + 1) * SIZE : last * SIZE
-        ]
+    whole = whole_of(order_of(folder, document(mixture=RUNS[name])))
+    assert len(whole) == len(whole_of(order_of(folder, document())))
     rows = [
         number
         for step in whole
@@ -281,8 +270,8 @@ def test_a_source_without_a_full_batch_drops_out_and_the_rest_goes_on(tmp_path: 
     write_arrow(tmp_path / "few", latents(2, 7))
     write_arrow(tmp_path / "long", latents(60, 8))
     children = [{"source": "arrow:few:*"}, {"source": "arrow:long:*"}]
-    order = order_of(tmp_path, document(mixture={"policy": "weighted", "children": children}))
-    whole = list(steps(order.pipeline(order.initial())))
+    order = order_of(tmp_path, document(mixture=node("weighted", *children)))
+    whole = whole_of(order)
     assert {step.source for step in whole} == {1}
     assert whole[-1].after.sources[0].exhausted
 
@@ -304,15 +293,10 @@ def test_limits_and_phases_end_with_a_whole_batch(folder: Path) -> None:
     order = order_of(
         folder,
         document(
-            mixture={"policy": "round_robin", "children": children},
+            mixture=node("round_robin", *children),
             phases=[
                 {"until_tokens": 17},
-                {
-                    "mixture": {
-                        "policy": "sequential",
-                        "children": [{"source": MORE, "max_tokens": 27}],
-                    }
-                },
+                {"mixture": node("sequential", {"source": MORE, "max_tokens": 27})},
             ],
         ),
     )
@@ -335,14 +319,10 @@ def test_what_was_read_again_from_the_cache_is_the_same(
     again = order_of(folder, document())
     for source in range(2):
         one, other = (
-            first.readers.bucket_epochs(source).index,
-            again.readers.bucket_epochs(source).index,
+            (index.keys, index.rows.tolist(), index.shard_ends.tolist())
+            for index in (each.readers.bucket_epochs(source).index for each in (first, again))
         )
-        assert (one.keys, one.rows.tolist(), one.shard_ends.tolist()) == (
-            other.keys,
-            other.rows.tolist(),
-            other.shard_ends.tolist(),
-        )
+        assert one == other
     data = bytearray(cached[0].read_bytes())
     rows = [first.readers.bucket_epochs(source).index.rows.tobytes() for source in range(2)]
     data[max(data.find(each) for each in rows)] ^= 1
@@ -364,8 +344,8 @@ def test_rows_in_an_object_store_come_in_the_same_order(folder: Path, tmp_path: 
         {"source": "parquet:memory://buckets/latents/*.parquet:*", "weight": 2, "epochs": 2},
         {"source": "arrow:memory://buckets/more:*"},
     ]
-    order = order_of(tmp_path, document(mixture={"policy": "least_consumed", "children": children}))
-    whole = list(steps(order.pipeline(order.initial())))
+    order = order_of(tmp_path, document(mixture=node("least_consumed", *children)))
+    whole = whole_of(order)
     assert digest_hex(whole[-1].after.digest) == GOLDEN_DIGEST
 
 
@@ -379,7 +359,7 @@ def test_revisions_bring_and_pause_sources_at_whole_batches_and_leave_the_bucket
             {"source": LATENTS, "alias": "latents", "epochs": 2},
             {"source": MORE, "alias": "more"},
         ]
-        order = order_of(tmp_path, document(mixture={"policy": policy, "children": children}))
+        order = order_of(tmp_path, document(mixture=node(policy, *children)))
         timeline = Timeline(order)
         revised_course = revised(
             timeline, 8, add=[{"child": {"source": "arrow:late:*", "alias": "late"}}]
@@ -412,7 +392,7 @@ def by_length(folder: Path, **batching: Any) -> PipelineFactory:
         document(
             batching={"bucket_by": "length(audio)", **batching},
             global_batch_size=4,
-            mixture={"policy": "sequential", "children": [{"source": "arrow:audio:*"}]},
+            mixture=node("sequential", {"source": "arrow:audio:*"}),
         ),
     )
 
@@ -434,7 +414,7 @@ def write_audio(folder: Path, lengths: list[int], mel_lengths: list[int] | None 
 
 def test_lengths_are_buckets_of_their_own_without_edges(tmp_path: Path) -> None:
     write_audio(tmp_path, [3, 5] * 9)
-    found = list(steps((order := by_length(tmp_path)).pipeline(order.initial())))
+    found = whole_of(by_length(tmp_path))
     assert Counter(step.batch.bucket for step in found) == {"3": 2, "5": 2}
     for step in found:
         length = int(step.batch.bucket)
@@ -476,38 +456,32 @@ def test_a_row_of_another_shape_or_length_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         SourceError, match=r"row 2: column 'mel' has the shape \[5, 3\], but .*row 0 .*\[4, 3\]"
     ):
-        list(steps(order.pipeline(order.initial())))
+        whole_of(order)
     padded = by_length(tmp_path, edges=[8], pad=["mel"])
     with pytest.raises(
         SourceError, match=r"row 2: column 'mel' has the length 5, but column 'audio' has 4"
     ):
-        list(steps(padded.pipeline(padded.initial())))
+        whole_of(padded)
     lone = by_length(tmp_path, edges=[8], columns=["audio", "speaker"])
-    assert len(list(steps(lone.pipeline(lone.initial())))) == 1
+    assert len(whole_of(lone)) == 1
 
 
 def of_more(folder: Path, **fields: Any) -> PipelineFactory:
-    return order_of(
-        folder, document(mixture={"policy": "sequential", "children": [{"source": MORE}]}, **fields)
-    )
+    return order_of(folder, document(mixture=node("sequential", {"source": MORE}), **fields))
 
 
 def test_what_names_no_bucket_is_refused_with_the_file_and_the_row(tmp_path: Path) -> None:
     write_arrow(tmp_path / "more", pa.table({"aspect": ["a", None], "row": [1, 2]}))
-    with pytest.raises(
-        SourceError, match=r"more/data-00000-of-00001.arrow.*row 1 has a null in column 'aspect'"
+    for bucket_by, says in (
+        ("aspect", r"more/data-00000-of-00001.arrow.*row 1 has a null in column 'aspect'"),
+        ("shape", r"has no column 'shape', which bucket_by names; its columns are aspect, row"),
+        (
+            "length(row)",
+            r"bucket_by is length\(row\), but that column is of type int64, not a list",
+        ),
     ):
-        of_more(tmp_path)
-    with pytest.raises(
-        SourceError,
-        match=r"has no column 'shape', which bucket_by names; its columns are aspect, row",
-    ):
-        of_more(tmp_path, batching={"bucket_by": "shape"})
-    with pytest.raises(
-        SourceError,
-        match=r"bucket_by is length\(row\), but that column is of type int64, not a list",
-    ):
-        of_more(tmp_path, batching={"bucket_by": "length(row)"})
+        with pytest.raises(SourceError, match=says):
+            of_more(tmp_path, batching={"bucket_by": bucket_by})
     write_arrow(tmp_path / "more", pa.table({"aspect": pa.array([0.5]), "row": [1]}))
     with pytest.raises(
         SourceError, match=r"column 'aspect' of type double; expected integers, text, booleans"
@@ -573,7 +547,7 @@ def test_values_of_many_types_name_buckets(
 def test_the_order_is_what_it_was(folder: Path) -> None:
     # Golden: when this changes, ORDER_VERSION has to.
     order = order_of(folder, document())
-    whole = list(steps(order.pipeline(order.initial())))
+    whole = whole_of(order)
     assert [step.source for step in whole] == GOLDEN_SOURCES
     assert [step.batch.bucket[0] for step in whole] == list(GOLDEN_BUCKETS)
     assert digest_hex(whole[-1].after.digest) == GOLDEN_DIGEST

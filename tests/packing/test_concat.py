@@ -114,21 +114,6 @@ def case_of(*rows: Row, **fields: Any) -> Concat:
     return Concat((tuple(None if ids is None else tuple(ids) for ids in rows),), **fields)
 
 
-def test_the_tail_that_fills_no_sample_is_dropped_and_counted() -> None:
-    case = case_of([1, 2, 3], [4, 5])
-    packer = case.packer()
-    assert [sample.ids for sample in samples_of(packer, case.form, 9)] == [(1, 2, 3, EOT)]
-    assert packer.dropped_tokens == 3
-
-
-def test_rows_without_tokens_are_counted_when_the_next_token_is_taken() -> None:
-    found = case_of([], [1, 2, 3], None, [], [4, 5, 6, 7]).samples(9)
-    assert [(sample.rows, sample.cursor) for sample in found] == [
-        (2, FileCursor(0, 0, 2)),
-        (4, FileCursor(0, 0, 4, 4)),
-    ]
-
-
 @pytest.mark.parametrize(
     ("epochs", "rows"),
     [(2.1, 30 * 2 + 3), (0.1, 3), (1.7, 51), (0.01, 1), (2.0, 60), (0.999, 30), (1.0000001, 31)],

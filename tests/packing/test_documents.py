@@ -111,7 +111,6 @@ def test_rows_of_a_window_keep_their_ids_whatever_the_widths_of_its_files(tmp_pa
     )
     (rows,) = documents.read(None)
     assert rows.ids.dtype == np.uint16
-    assert rows.origins is not None
     seen = {}
     for row, ids in enumerate(np.split(rows.ids, rows.ends[:-1])):
         seen[tuple(rows.origins[:, row].tolist())] = ids.tolist()

@@ -127,7 +127,7 @@ def test_each_step_says_what_its_ranks_tensors_have(
 @pytest.mark.parametrize("labels", ["same", "shifted"])
 @pytest.mark.parametrize(
     "fields",
-    [{"fim": {"rate": 0.5, "ids": {"prefix": 1, "suffix": 2, "middle": 3}}}, {"lanes": 3}],
+    [FIM, {"lanes": 3}],
     ids=["fim", "lanes"],
 )
 def test_boundaries_are_counted_where_rows_are_rearranged_or_read_in_turn(

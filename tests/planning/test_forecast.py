@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import corpora
 from support.corpora import advanced
+from support.mixing import node
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.token_curve import TokenCurve
@@ -25,10 +26,6 @@ from tokenloom_tools.reports.picture import draw
 LENGTH = 8
 #: That a source has nothing left is found by the pick after its last, when its turn comes.
 A_TURN = 1
-
-
-def node(policy: str, *children: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {"policy": policy, "children": list(children), **fields}
 
 
 def leaf(name: str, **fields: Any) -> dict[str, Any]:

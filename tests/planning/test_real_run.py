@@ -11,22 +11,19 @@ from typing import Any
 import pytest
 from support import corpora
 from support.corpora import advanced
-from tokenloom_proto.seal import canonical
-from tokenloom_server.config.mixture_change import MixtureChange, Setting
+from support.mixing import node
+from support.timelines import revised
 from tokenloom_server.config.node import NodeConfig
 from tokenloom_server.config.run import RunConfig
 from tokenloom_server.core.state import State
-from tokenloom_server.ledger.records import StoredRevision
 from tokenloom_server.mixing.policies import policies
 from tokenloom_server.order.factory import PipelineFactory
-from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.size_estimates import measure
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.planning.forecast import EXACT_PICKS, Part, Planner, forecast
 from tokenloom_server.planning.plan import RunPlan
 
 LENGTH = 8
-SOURCES = 7
 DETERMINISTIC = tuple(name for name in policies() if name != "weighted")
 #: A source that ran out is found to be so by the pick behind its last, which comes when it is its turn; and weights
 #: that follow the run do so every 256 samples.
@@ -95,10 +92,10 @@ def random_node(
             child["weight"] = [[at, round(rng.uniform(0.2, 4), 3)] for at in points]
         children.append(child)
         count -= below
-    node: dict[str, Any] = {"policy": policy, "children": children}
+    found = node(policy, *children)
     if policy == "schedule":
-        node["interpolate"] = rng.choice(["linear", "step"])
-    return node | {"on_exhausted": "stop" if may_stop and rng.random() < 0.1 else "drop"}
+        found["interpolate"] = rng.choice(["linear", "step"])
+    return found | {"on_exhausted": "stop" if may_stop and rng.random() < 0.1 else "drop"}
 
 
 def order_of(folder: Path, root: dict[str, Any], seed: int) -> PipelineFactory:
@@ -200,7 +197,7 @@ def trends(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("policy", DETERMINISTIC)
 def test_a_plan_is_as_near_where_the_lengths_of_rows_trend(trends: Path, policy: str) -> None:
     children = [{"source": f"parquet:{i}.parquet:ids", "epochs": 1 + i / 2} for i in range(4)]
-    order = order_of(trends, {"policy": policy, "children": children}, 3)
+    order = order_of(trends, node(policy, *children), 3)
     end, out = run_out(order, order.initial())
     for start in (order.initial(), advanced(order, order.initial(), 9_001)):
         check(order, start, plan_of(order, start), end, out)
@@ -231,12 +228,11 @@ def test_phases_and_revisions_that_lie_ahead_are_planned_as_they_will_be(folder:
     def source(i: int, **fields: Any) -> dict[str, Any]:
         return {"source": specs()[i], "alias": f"s{i}", **fields}
 
-    later = {
-        "policy": "least_consumed",
-        "children": [source(0, epochs=2), source(2, weight=2), source(3), source(4, epochs=0.5)],
-    }
+    later = node(
+        "least_consumed", source(0, epochs=2), source(2, weight=2), source(3), source(4, epochs=0.5)
+    )
     document = corpora.mixture(
-        mixture={"policy": "weighted", "children": [source(0), source(1, weight=2), source(2)]},
+        mixture=node("weighted", source(0), source(1, weight=2), source(2)),
         sequence_length=8,
         last_micro_step="pad",
         phases=[
@@ -246,13 +242,8 @@ def test_phases_and_revisions_that_lie_ahead_are_planned_as_they_will_be(folder:
         ],
     )
     order = corpora.order_of(folder, document)
-    timeline = Timeline(order)
-    change = MixtureChange(set=[Setting(child="s3", weight=4)], drop=["s2"], reason="test")
-    content = canonical(revise(timeline, change, 20_000))
-    revision = StoredRevision(
-        number=1, sample_index=20_000, made_at=0.0, author="test", reason="test", content=content
-    )
-    timeline = timeline.with_revisions([revision])
+    change: dict[str, Any] = {"set": [{"child": "s3", "weight": 4}], "drop": ["s2"]}
+    timeline = revised(Timeline(order), 20_000, **change)
     assert len(timeline.segments) == 4
 
     start = timeline.initial()

@@ -9,7 +9,7 @@ import runpy
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from fractions import Fraction
 from itertools import islice
@@ -33,6 +33,7 @@ from support.corpora import (
     write_jsonl,
     write_txt,
 )
+from support.mixing import node
 from support.served import over_grpc, runs_of
 from support.trainer import with_connection
 from tokenloom import EvaluationDataset, LaunchOptions, LocalDataset, RemoteDataset
@@ -109,6 +110,10 @@ def samples_of(batch: Mapping[str, Any]) -> Iterator[tuple[int, Sample]]:
             yield at, Sample(source, tuple(ids), tuple(labels))
 
 
+def all_of(batches: Iterable[Mapping[str, Any]]) -> list[list[tuple[int, Sample]]]:
+    return [list(samples_of(batch)) for batch in batches]
+
+
 def evaluated(url: str, world_size: int = 1, batch_size: int = 4, **options: Any) -> list[Sample]:
     """What all ranks get, in order: each sample once, and on each rank as many steps."""
     found: dict[int, Sample] = {}
@@ -145,18 +150,23 @@ def test_two_iterators_of_one_evaluation_at_a_time_are_refused(held: Held) -> No
         list(zip(dataset, dataset, strict=True))
 
 
-def trained(
-    url: str, steps: int | None = None, attempt: str = "a", **options: Any
-) -> list[tuple[int, str]]:
-    """One rank trains from where the run stands: where each step ended, and the digest there."""
-    with RemoteDataset(
+def training_on(url: str, batch_size: Any = 2, attempt: str = "a", **options: Any) -> RemoteDataset:
+    """The one rank of a launch."""
+    return RemoteDataset(
         url,
-        2,
+        batch_size,
         rank=0,
         world_size=1,
         launch=LaunchOptions(attempt=attempt),
         **with_connection(options),
-    ) as dataset:
+    )
+
+
+def trained(
+    url: str, steps: int | None = None, attempt: str = "a", **options: Any
+) -> list[tuple[int, str]]:
+    """One rank trains from where the run stands: where each step ended, and the digest there."""
+    with training_on(url, 2, attempt, **options) as dataset:
         return [(dataset.sample_index, dataset.digest) for _ in islice(dataset, steps)]
 
 
@@ -244,9 +254,7 @@ def test_training_and_validation_together_are_the_files(
 ) -> None:
     with serving(folder, held_out(**packing)) as (url, _):
         held = evaluated(url, 2, 3)
-        with RemoteDataset(
-            url, 1, rank=0, world_size=1, launch=LaunchOptions(attempt="a")
-        ) as dataset:
+        with training_on(url, 1) as dataset:
             kept = [sample for batch in dataset for _, sample in samples_of(batch)]
     for source, spec in enumerate(SOURCES):
         rows = list(rows_of(spec))
@@ -281,9 +289,7 @@ def test_evaluating_leaves_no_trace_in_training(folder: Path) -> None:
     with serving(folder, held_out(), "other.db") as (url, runs):
         before = evaluated(url, 2)
         assert counters(runs, folder, "other.db")["generation"] == 0
-        with RemoteDataset(
-            url, 2, rank=0, world_size=1, launch=LaunchOptions(attempt="a")
-        ) as dataset:
+        with training_on(url) as dataset:
             steps = [(dataset.sample_index, dataset.digest) for _ in islice(dataset, 5)]
             threads = [
                 threading.Thread(target=lambda w=w: found.append(evaluated(url, w, 2)))  # type: ignore[misc]
@@ -310,19 +316,13 @@ def test_a_dataset_begins_anew_each_time_and_has_no_state(held: Held) -> None:
         assert (dataset.sample_index, dataset.generation, dataset.total_tokens) == (6, 0, 6 * 8)
         assert dataset.real_tokens == first[-1]["real_tokens"] > 0
         again = list(dataset)
-        assert [list(samples_of(batch)) for batch in again[:3]] == [
-            list(samples_of(batch)) for batch in first
-        ]
+        assert all_of(again[:3]) == all_of(first)
         assert len(again) == 5
         assert not hasattr(dataset, "state_dict")
-        with RemoteDataset(
-            held.url, 2, rank=0, world_size=1, launch=LaunchOptions(attempt="a")
-        ) as training:
+        with training_on(held.url) as training:
             next(iter(training))
             with training.evaluation(samples=9) as same:
-                assert [list(samples_of(batch)) for batch in same] == [
-                    list(samples_of(batch)) for batch in again
-                ]
+                assert all_of(same) == all_of(again)
             with pytest.raises(TypeError, match=r"no len\(\)"):
                 len(training)
             assert training
@@ -359,9 +359,7 @@ def test_what_cannot_be_evaluated_is_refused_with_what_there_is(held: Held, fold
         with pytest.raises(ValueError, match=says):
             EvaluationDataset(**{"url": url, "batch_size": 2} | options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size is missing"):
-        RemoteDataset(
-            url, [(0, 2)], rank=0, world_size=1, launch=LaunchOptions(attempt="a")
-        ).evaluation()
+        training_on(url, [(0, 2)]).evaluation()
 
 
 def test_losses_of_a_stream_beside_training_have_the_names_of_its_sources_and_are_not_reported(
@@ -382,7 +380,7 @@ def test_losses_of_a_stream_beside_training_have_the_names_of_its_sources_and_ar
 def with_benchmark(**fields: Any) -> dict[str, Any]:
     """A run with a stream that has files of its own, two epochs of them."""
     source = {"source": "jsonl:bench/*.jsonl:text", "alias": "bench", "epochs": 2}
-    streams = {"benchmark": {"mixture": {"policy": "weighted", "children": [source | fields]}}}
+    streams = {"benchmark": {"mixture": node("weighted", source | fields)}}
     return mixture(streams=streams, tail="pad")
 
 
@@ -412,22 +410,14 @@ def test_a_stream_with_files_of_its_own_stays_what_it_was(folder: Path) -> None:
 
 
 def test_sources_of_every_phase_are_validated(folder: Path) -> None:
-    later = {
-        "policy": "weighted",
-        "children": [{"source": WIKI, "holdout": SHARE}, {"source": PROSE}],
-    }
-    earlier = {
-        "policy": "sequential",
-        "children": [{"source": CODE, "holdout": SHARE}, {"source": DOCS}],
-    }
+    later = node("weighted", {"source": WIKI, "holdout": SHARE}, {"source": PROSE})
+    earlier = node("sequential", {"source": CODE, "holdout": SHARE}, {"source": DOCS})
     phases = [{"until_tokens": 80}, {"mixture": later}]
     with serving(
         folder, mixture(mixture=earlier, phases=phases, last_micro_step="pad", tail="pad")
     ) as (url, _):
         found = evaluated(url)
-        with RemoteDataset(
-            url, 2, rank=0, world_size=1, launch=LaunchOptions(attempt="a")
-        ) as training:
+        with training_on(url) as training:
             next(iter(training))
             ids = {source.spec: source.id for source in training.sources}
     assert {sample.source for sample in found} == {ids[CODE], ids[WIKI]}
@@ -439,9 +429,7 @@ def test_sources_of_every_phase_are_validated(folder: Path) -> None:
 def test_a_fault_is_told_behind_what_is_good_and_tried_again(folder: Path) -> None:
     rows = text_rows(40, 60, 9)
     write_txt(folder / "bench.txt", rows)
-    streams = {
-        "bench": {"mixture": {"policy": "weighted", "children": [{"source": "txt:bench.txt:text"}]}}
-    }
+    streams = {"bench": {"mixture": node("weighted", {"source": "txt:bench.txt:text"})}}
     content = (folder / "bench.txt").read_bytes()
     half = content.index(b"\n", len(content) // 2) + 1
     (folder / "bench.txt").write_bytes(content[:half] + b"\xff\xfe\n" + content[half:])
@@ -541,20 +529,18 @@ def test_a_sample_can_be_traced_to_its_rows(folder: Path, monkeypatch: pytest.Mo
     # Several turns, so that a trace begins at more than one state.
     monkeypatch.setattr("tokenloom_server.replay.evaluation.TURN_TOKENS", 8 * 16)
     with serving(folder, held_out()) as (url, runs):
+        traced = runs.get("test").companion(Traces).evaluated
         with pytest.raises(BeyondHorizon, match="was not evaluated on since this server started"):
-            runs.get("test").companion(Traces).evaluated("validation", 0, False)
+            traced("validation", 0, False)
         samples = evaluated(url)
         with pytest.raises(BeyondHorizon, match=f"which made {len(samples)} of its samples"):
-            runs.get("test").companion(Traces).evaluated("validation", len(samples), False)
+            traced("validation", len(samples), False)
         with pytest.raises(NotFound, match="no stream 'valid'"):
-            runs.get("test").companion(Traces).evaluated("valid", 0, False)
+            traced("valid", 0, False)
         for index, sample in [*enumerate(samples)][::3]:
-            found = runs.get("test").companion(Traces).evaluated("validation", index, True)
-            assert (found.status, found.sample, found.source_id) == (
-                "evaluated",
-                index,
-                sample.source,
-            )
+            found = traced("validation", index, True)
+            assert found.status == "evaluated"
+            assert (found.sample, found.source_id) == (index, sample.source)
             assert found.ids == list(sample.ids)
             for document in found.documents:
                 row = ROWS[SOURCES[sample.source]][document.shard_index][document.row]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,16 @@ def shown(peek: Peek, count: int) -> list[bytes]:
     return found
 
 
+@contextmanager
+def looking(
+    served: ServedRun, at: int, steps: int, size: int = 1, digest: str = ""
+) -> Iterator[Peek]:
+    """A peek at samples from one on, with the credit of so many micro-steps."""
+    with served.peeks.open(served.coordinator.uid, at, size, digest) as peek:
+        peek.progress(at, steps)
+        yield peek
+
+
 def test_a_peek_after_a_skip_shows_what_the_run_gives_there(
     served: ServedRun, ids: list[bytes]
 ) -> None:
@@ -75,8 +85,7 @@ def test_a_peek_after_a_skip_shows_what_the_run_gives_there(
             at,
             passed,
         )
-        with served.peeks.open(served.coordinator.uid, at, 1) as peek:
-            peek.progress(at, 3)
+        with looking(served, at, 3) as peek:
             assert shown(peek, 3) == (ids[:20] + ids[30:])[at : at + 3]
 
 
@@ -91,8 +100,7 @@ def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
         joined(served, "11")
     Trainer(served, 1, 1).train_to(40)
     for at in (39, 20, 40, 45):
-        with served.peeks.open(served.coordinator.uid, at, 1) as peek:
-            peek.progress(at, 2)
+        with looking(served, at, 2) as peek:
             assert shown(peek, 2) == ids[at : at + 2]
     with pytest.raises(BeyondHorizon, match=r"beyond sample 4\d, .* \(committed: 40\)"):
         joined(served, "70")
@@ -101,8 +109,7 @@ def test_what_the_journal_reaches_is_never_too_far_but_the_future_is(
 def test_a_peek_gives_what_the_credits_allow_and_no_more(
     served: ServedRun, ids: list[bytes]
 ) -> None:
-    with served.peeks.open(served.coordinator.uid, 3, 2) as peek:
-        peek.progress(3, 2)
+    with looking(served, 3, 2, size=2) as peek:
         made = peek.next(PATIENCE_S, never)
         assert isinstance(made, Delivery)
         assert (made.group.begin, made.group.end, made.with_base) == (3, 7, True)
@@ -160,8 +167,7 @@ def test_a_peek_nearby_does_not_wait_for_one_that_goes_a_long_way(
 
 def test_who_waits_hears_how_far_it_is(served: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 8)
-    with served.peeks.open(served.coordinator.uid, 60, 1) as peek:
-        peek.progress(60, 1)
+    with looking(served, 60, 1) as peek:
         heard = set()
         while isinstance(made := peek.next(0.0, never), Waiting):
             heard.add(made.waiting_for)
@@ -171,17 +177,15 @@ def test_who_waits_hears_how_far_it_is(served: ServedRun, monkeypatch: pytest.Mo
 def test_a_client_that_came_with_other_data_is_told(served: ServedRun) -> None:
     digest = digest_hex(joined(served, "9").digest)
     for came in (digest, ""):
-        with served.peeks.open(served.coordinator.uid, 9, 1, came) as peek:
-            peek.progress(9, 1)
+        with looking(served, 9, 1, digest=came) as peek:
             assert len(shown(peek, 1)) == 1
     with (
-        served.peeks.open(served.coordinator.uid, 9, 1, "1" * 32) as peek,
+        looking(served, 9, 1, digest="1" * 32) as peek,
         pytest.raises(
             OrderMismatch,
             match=f"sample 9 has digest {digest} here, but this peek came there with 1111",
         ),
     ):
-        peek.progress(9, 1)
         peek.next(PATIENCE_S, never)
     with (
         pytest.raises(NotFound, match="this peek began with another-uid"),
@@ -208,8 +212,7 @@ def test_all_who_look_hear_that_the_server_stops(served: ServedRun) -> None:
         except ServerStopping as error:
             errors.append(error)
 
-    with served.peeks.open(served.coordinator.uid, 0, 1) as peek:
-        peek.progress(0, 1)
+    with looking(served, 0, 1) as peek:
         shown(peek, 1)
         thread = threading.Thread(target=wait, args=(peek,))
         thread.start()
@@ -238,10 +241,9 @@ def test_all_samples_before_a_bad_row_are_shown(tmp_path: Path) -> None:
     seen: list[bytes] = []
     with (
         serving(tmp_path, tmp_path, document) as served,
-        served.peeks.open(served.coordinator.uid, 0, 1) as peek,
+        looking(served, 0, 100) as peek,
         pytest.raises(SourceError, match=r"rows\.jsonl.*31"),
     ):
-        peek.progress(0, 100)
         while True:
             seen += shown(peek, 1)
     texts = [bytes(memoryview(ids).cast("H").tolist()[:8]).decode() for ids in seen]
@@ -269,8 +271,7 @@ def test_a_run_that_nobody_joined_is_looked_at_and_begins_as_before(
     served: ServedRun, ids: list[bytes]
 ) -> None:
     for _ in range(MAX_PEEKS + 1):  # the place of one that is at the end is free again
-        with served.peeks.open(served.coordinator.uid, len(ids) - 1, 1) as peek:
-            peek.progress(len(ids) - 1, 2)
+        with looking(served, len(ids) - 1, 2) as peek:
             assert shown(peek, 2) == ids[-1:]
     stored = served.coordinator.ledger.read_run(RUN, "train")
     assert stored is not None and stored.opening is None
@@ -281,14 +282,8 @@ def test_a_run_that_nobody_joined_is_looked_at_and_begins_as_before(
 def test_a_padded_last_micro_step_is_padded_for_who_looks_too(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path, mixture(last_micro_step="pad")) as served:
         end = len(sequence(served))
-        with served.peeks.open(served.coordinator.uid, end - 1, 4) as peek:
-            peek.progress(end - 1, 1)
+        with looking(served, end - 1, 1, size=4) as peek:
             made = peek.next(PATIENCE_S, never)
             assert isinstance(made, Delivery)
-            assert (made.group.source_ids[0, made.first] >= 0).tolist() == [
-                True,
-                False,
-                False,
-                False,
-            ]
+            assert (made.group.source_ids[0, made.first] >= 0).tolist() == [True] + [False] * 3
             assert made.group.marks[made.first].sample_index == end

@@ -21,6 +21,7 @@ from support.corpora import CODE, DOCS, PROSE, ROWS, WIKI, flat, mixture, number
 from support.digest import digest_after
 from support.features import LATENTS, write_features
 from support.features import document as features_document
+from support.mixing import node
 from support.served import PATIENCE_S, Place, Trainer, never, revise, serving
 from tokenloom_server.api.served_run import ServedRun
 from tokenloom_server.core.state import digest_hex
@@ -73,6 +74,10 @@ def documents_ids(sample: TracedSample) -> list[int]:
     return ids
 
 
+def traced(served: ServedRun) -> Traces:
+    return served.companion(Traces)
+
+
 def ids_of(wire: bytes) -> list[int]:
     return memoryview(wire).cast("H").tolist()
 
@@ -82,26 +87,22 @@ DOCUMENTS = {
     "shifted": mixture(labels="shifted"),
     "long": mixture(sequence_length=64),
     "shuffled": mixture(
-        mixture={
-            "policy": "weighted",
-            "children": [
-                {"source": CODE, "shuffle": "rows", "shuffle_window_rows": 5, "epochs": 2},
-                {"source": PROSE, "shuffle": "shards"},
-                {"source": DOCS, "shuffle": "rows"},
-            ],
-        }
+        mixture=node(
+            "weighted",
+            {"source": CODE, "shuffle": "rows", "shuffle_window_rows": 5, "epochs": 2},
+            {"source": PROSE, "shuffle": "shards"},
+            {"source": DOCS, "shuffle": "rows"},
+        )
     ),
     "shifted, fractions of epochs": mixture(
         labels="shifted",
         sequence_length=3,
-        mixture={
-            "policy": "round_robin",
-            "children": [
-                {"source": CODE, "epochs": 2.5},
-                {"source": PROSE, "epochs": 3},
-                {"source": DOCS},
-            ],
-        },
+        mixture=node(
+            "round_robin",
+            {"source": CODE, "epochs": 2.5},
+            {"source": PROSE, "epochs": 3},
+            {"source": DOCS},
+        ),
     ),
 }
 
@@ -123,23 +124,12 @@ def test_the_documents_of_every_sample_are_the_sample(
             if index > 150 and index % 5:
                 continue
             ids = ids_of(wire)
-            found = served.companion(Traces).sample(index, None, index % 7 == 0)
-            assert (found.sample, found.source_id, found.spec) == (
-                index,
-                source,
-                order.record.specs[source],
-            )
-            assert (found.generation, found.status, found.micro_step, found.rank, found.place) == (
-                1,
-                "committed",
-                index,
-                0,
-                0,
-            )
-            assert (found.hash, found.digest) == (
-                digest_hex(xxhash.xxh3_128_intdigest(wire, source)),
-                digest_hex(digest),
-            )
+            found = traced(served).sample(index, None, index % 7 == 0)
+            assert (found.sample, found.source_id) == (index, source)
+            assert (found.spec, found.status) == (order.record.specs[source], "committed")
+            assert (found.generation, found.micro_step, found.rank, found.place) == (1, index, 0, 0)
+            assert found.hash == digest_hex(xxhash.xxh3_128_intdigest(wire, source))
+            assert found.digest == digest_hex(digest)
             assert documents_ids(found) == ids
             assert found.tokens == order.config.sequence_length
             assert found.source_sample == given[source] - 1
@@ -152,15 +142,9 @@ def test_the_documents_of_every_sample_are_the_sample(
                 assert found.ids == ids
                 texts = "".join(document.text or "" for document in found.documents)
                 if found.spec in (DOCS, PROSE):
-                    assert (
-                        texts.replace("<|endoftext|>", "")
-                        == bytes(i for i in ids if i != END).decode()
-                    )
-        assert {
-            (DOCS, PATHS[DOCS][0], 0),
-            (CODE, PATHS[CODE][1], 0),
-            (PROSE, PATHS[PROSE][1], 0),
-        } <= touched
+                    plain = bytes(i for i in ids if i != END).decode()
+                    assert texts.replace("<|endoftext|>", "") == plain
+        assert {(spec, PATHS[spec][-1], 0) for spec in (DOCS, CODE, PROSE)} <= touched
         assert max(epoch for _, _, epoch in touched) == (2 if "fractions" in name else 1)
 
 
@@ -182,8 +166,8 @@ def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(
         length = len(trainer.taken())
         assert length % 4, "the data shall end within a step"
         for step in range(-(-length // 4)):
-            found = served.companion(Traces).micro_step(step, None, None, False)
-            assert found == served.companion(Traces).micro_step(step, 0, None, False)
+            found = traced(served).micro_step(step, None, None, False)
+            assert found == traced(served).micro_step(step, 0, None, False)
             assert (found.begin, found.end, found.world_size, found.batch_size) == (
                 step * 4, min(step * 4 + 4, length), 1, 4,
             )  # fmt: skip
@@ -193,11 +177,11 @@ def test_a_step_is_what_each_rank_got_and_the_data_end_within_a_padded_one(
         with pytest.raises(
             BeyondHorizon, match=rf"micro-step {step + 1} of run 'test' was not .* before {length};"
         ):
-            served.companion(Traces).micro_step(step + 1, None, None, False)
+            traced(served).micro_step(step + 1, None, None, False)
         with pytest.raises(
             BeyondHorizon, match=rf"sample {length} of run 'test' was not delivered"
         ):
-            served.companion(Traces).sample(length, None, False)
+            traced(served).sample(length, None, False)
 
 
 def test_a_generation_that_was_taken_back_is_still_told(served: ServedRun) -> None:
@@ -219,32 +203,27 @@ def test_a_generation_that_was_taken_back_is_still_told(served: ServedRun) -> No
         (49, 1): (1, "rewound", 49, 0),
     }
     for (index, generation), where in told.items():
-        found = served.companion(Traces).sample(index, generation, False)
+        found = traced(served).sample(index, generation, False)
         assert (found.generation, found.status, found.micro_step, found.place) == where
         assert documents_ids(found) == ids_of(first.taken()[index].ids)
-    rewound = served.companion(Traces).micro_step(49, 0, 1, True).ranks[0].samples[0]
-    assert rewound == served.companion(Traces).sample(49, 1, True)
+    rewound = traced(served).micro_step(49, 0, 1, True).ranks[0].samples[0]
+    assert rewound == traced(served).sample(49, 1, True)
     # Nothing that lies ahead of the present generation is told of it.
-    with pytest.raises(
-        BeyondHorizon, match=r"generation 2, which began at sample 20, has produced those before"
+    for index, generation, says in (
+        (10**6, None, r"generation 2, which began at sample 20, has produced those before"),
+        (10**6, 1, r"sample 1000000 is \d+ samples beyond sample .* goes 65536 further"),
+        (5000, 1, r"sample 5000 does not exist: the data end at sample \d+"),
     ):
-        served.companion(Traces).sample(10**6, None, False)
-    with pytest.raises(
-        BeyondHorizon, match=r"sample 1000000 is \d+ samples beyond sample .* goes 65536 further"
-    ):
-        served.companion(Traces).sample(10**6, 1, False)
+        with pytest.raises(BeyondHorizon, match=says):
+            traced(served).sample(index, generation, False)
     with pytest.raises(
         BeyondHorizon, match=r"micro-step 5000 of generation 1 does not exist: .* the data end at"
     ):
-        served.companion(Traces).micro_step(5000, None, 1, False)
-    with pytest.raises(
-        BeyondHorizon, match=r"sample 5000 does not exist: the data end at sample \d+"
-    ):
-        served.companion(Traces).sample(5000, 1, False)
+        traced(served).micro_step(5000, None, 1, False)
     with pytest.raises(NotFound, match=r"there is no generation 3; the ledger has 1 to 2"):
-        served.companion(Traces).sample(0, 3, False)
+        traced(served).sample(0, 3, False)
     with pytest.raises(ConfigError, match=r"rank is 1, but generation 2 has ranks 0 to 0"):
-        served.companion(Traces).micro_step(0, 1, None, False)
+        traced(served).micro_step(0, 1, None, False)
 
 
 def test_micro_steps_are_traced_as_each_rank_got_them_also_after_a_restart(
@@ -285,9 +264,9 @@ def test_micro_steps_are_traced_as_each_rank_got_them_also_after_a_restart(
 
 def test_of_a_run_that_nobody_joined_nothing_is_told(served: ServedRun) -> None:
     with pytest.raises(BeyondHorizon, match="has delivered nothing yet: no trainer has joined it"):
-        served.companion(Traces).sample(0, None, False)
+        traced(served).sample(0, None, False)
     with pytest.raises(BeyondHorizon, match="has delivered nothing yet"):
-        served.companion(Traces).micro_step(0, None, 1, False)
+        traced(served).micro_step(0, None, 1, False)
 
 
 # Bounds
@@ -311,9 +290,9 @@ def test_how_far_an_old_generation_came_is_taken_from_its_journal(
     for index in range(64):
         source, wire = first.taken()[index]
         digest = digest_after(digest, source, wire)
-        assert served.companion(Traces).sample(index, 1, False).digest == digest_hex(digest)
+        assert traced(served).sample(index, 1, False).digest == digest_hex(digest)
     with pytest.raises(BeyondHorizon):
-        served.companion(Traces).sample(400, 1, False)
+        traced(served).sample(400, 1, False)
 
 
 def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
@@ -321,24 +300,16 @@ def test_a_trace_has_so_many_tokens_and_documents_but_for_one_sample(
 ) -> None:
     with serving(folder, tmp_path, flat([PROSE], sequence_length=32)) as served:
         Trainer(served, 1, 4).train_to(10**6)
-        assert len(served.companion(Traces).micro_step(1, None, None, False).ranks[0].samples) == 4
-        monkeypatch.setattr("tokenloom_tools.trace.MAX_DOCUMENTS", 3)
-        with pytest.raises(
-            LimitExceeded, match=r"4 samples have more than 3 documents, .* ask for one rank"
+        assert len(traced(served).micro_step(1, None, None, False).ranks[0].samples) == 4
+        for limit, most, text, says in (
+            ("DOCUMENTS", 3, False, "4 samples have more than 3 documents, .* ask for one rank"),
+            ("TEXT_TOKENS", 100, True, "tells of 100 at most with their text: ask for one rank"),
+            ("TOKENS", 63, False, "4 samples have 128 tokens, and one trace tells of 63 at most"),
         ):
-            served.companion(Traces).micro_step(1, None, None, False)
-        monkeypatch.setattr("tokenloom_tools.trace.MAX_TEXT_TOKENS", 100)
-        with pytest.raises(
-            LimitExceeded,
-            match="and one trace tells of 100 at most with their text: ask for one rank",
-        ):
-            served.companion(Traces).micro_step(1, None, None, True)
-        monkeypatch.setattr("tokenloom_tools.trace.MAX_TOKENS", 63)
-        with pytest.raises(
-            LimitExceeded, match="4 samples have 128 tokens, and one trace tells of 63 at most"
-        ):
-            served.companion(Traces).micro_step(1, None, None, False)
-        assert len(served.companion(Traces).sample(4, None, False).documents) > 0
+            monkeypatch.setattr(f"tokenloom_tools.trace.MAX_{limit}", most)
+            with pytest.raises(LimitExceeded, match=says):
+                traced(served).micro_step(1, None, None, text)
+        assert len(traced(served).sample(4, None, False).documents) > 0
 
 
 def test_traces_and_peeks_share_their_places(served: ServedRun) -> None:
@@ -347,9 +318,9 @@ def test_traces_and_peeks_share_their_places(served: ServedRun) -> None:
         for _ in range(MAX_PEEKS):
             places.enter_context(served.peeks.open(served.coordinator.uid, 0, 1))
         with pytest.raises(TooManyPeeks):
-            served.companion(Traces).sample(0, None, False)
+            traced(served).sample(0, None, False)
         places.close()
-        assert served.companion(Traces).sample(0, None, False).sample == 0
+        assert traced(served).sample(0, None, False).sample == 0
 
 
 def test_a_trace_that_takes_too_long_goes_on_when_it_is_asked_again(
@@ -366,7 +337,7 @@ def test_a_trace_that_takes_too_long_goes_on_when_it_is_asked_again(
     while True:
         asked += 1
         try:
-            found = served.companion(Traces).sample(60, None, False)
+            found = traced(served).sample(60, None, False)
             break
         except ServerStopping as error:
             assert "ask again" in str(error)
@@ -409,7 +380,7 @@ def told_as_received(
     served: ServedRun, trainer: Trainer, indices: Iterable[int], generation: int | None = None
 ) -> None:
     for index in indices:
-        found = served.companion(Traces).sample(index, generation, False)
+        found = traced(served).sample(index, generation, False)
         source, wire = trainer.taken()[index]
         assert (found.source_id, documents_ids(found)) == (source, ids_of(wire)), index
 
@@ -437,13 +408,13 @@ def test_samples_before_and_behind_revisions_are_told_by_the_rows_they_had(
     rows = {
         (document.shard, document.row)
         for index in range(held[0] + 8, len(trainer.taken()))
-        for document in served.companion(Traces).sample(index, None, False).documents
+        for document in traced(served).sample(index, None, False).documents
     }
     assert not rows & {(line["shard"], line["row"]) for line in lines}
     # A step that lies on both sides of each.
     late = Trainer(served, 1, 7, resume="fresh").train_to(10**6)
     for step in range(len(late.taken()) // 7):
-        found = served.companion(Traces).micro_step(step, 0, 2, True)
+        found = traced(served).micro_step(step, 0, 2, True)
         assert [sample.sample for sample in found.ranks[0].samples] == list(
             range(step * 7, step * 7 + 7)
         )
@@ -464,9 +435,8 @@ def test_a_generation_from_before_a_revision_is_told_without_it(revisable: Place
     told_as_received(served, first, range(60), 1)
     told_as_received(served, first, range(20))
     for step in range(60):
-        assert served.companion(Traces).micro_step(step, 0, 1, True).ranks[0].samples[
-            0
-        ].ids == ids_of(first.taken()[step].ids)
+        (sample,) = traced(served).micro_step(step, 0, 1, True).ranks[0].samples
+        assert sample.ids == ids_of(first.taken()[step].ids)
 
 
 def test_a_peek_ahead_takes_a_revision_that_comes_or_is_told_that_it_came_too_late(
@@ -522,7 +492,7 @@ def test_samples_after_a_skip_are_told_as_received_and_what_was_passed_over_by_t
     after = Trainer(served, 1, 1).train_to(30)
     told_as_received(served, after, range(8, 30))
     told_as_received(served, before, range(40), 1)
-    assert served.companion(Traces).sample(12, 1, False).status == "rewound"
+    assert traced(served).sample(12, 1, False).status == "rewound"
     assert_numbered(served, after.taken() | {i: before.taken()[i] for i in range(8)})
 
 
@@ -531,13 +501,13 @@ def assert_numbered(served: ServedRun, line: dict[int, Any]) -> None:
     for source, spec in enumerate(served.coordinator.order.record.specs):
         indices = [index for index in sorted(line) if line[index].source == source]
         assert [
-            served.companion(Traces).of_source(spec, i, False).sample for i in range(len(indices))
+            traced(served).of_source(spec, i, False).sample for i in range(len(indices))
         ] == indices
         with pytest.raises(
             BeyondHorizon, match=rf"has given {len(indices)} samples .* found {len(indices)}"
         ):
-            served.companion(Traces).of_source(spec, len(indices), False)
-        drawn = {served.companion(Traces).of_source(spec, None, False).sample for _ in range(6)}
+            traced(served).of_source(spec, len(indices), False)
+        drawn = {traced(served).of_source(spec, None, False).sample for _ in range(6)}
         assert len(drawn) > 1 and drawn <= {*indices}
 
 
@@ -547,7 +517,7 @@ def test_the_samples_of_a_source_are_counted_over_launches_revisions_and_restart
     monkeypatch.setattr("tokenloom_server.order.replay.TURN_TOKENS", 40)
     served = revisable.serve()
     with pytest.raises(BeyondHorizon, match="no trainer has joined"):
-        served.companion(Traces).of_source(CODE, None, False)
+        traced(served).of_source(CODE, None, False)
     first = Trainer(served, 1, 1).train_to(40)
     second = Trainer(served, 2, 1, state=first.state(20)).train_to(24)
     revise(served, add=[{"child": {"source": DOCS, "alias": "docs", "weight": 3}}])
@@ -559,19 +529,19 @@ def test_the_samples_of_a_source_are_counted_over_launches_revisions_and_restart
     boundary = served.coordinator.view().state.sample_index
     assert boundary > 50
     assert_numbered(served, {i: line[i] for i in range(boundary)})
-    sample = served.companion(Traces).of_source("docs", 2, True)
-    assert sample == served.companion(Traces).sample(sample.sample, None, True)
+    sample = traced(served).of_source("docs", 2, True)
+    assert sample == traced(served).sample(sample.sample, None, True)
     with pytest.raises(
         NotFound, match=r"source: run 'test' has no source 'web'; it has .*, 'docs'"
     ):
-        served.companion(Traces).of_source("web", 0, False)
+        traced(served).of_source("web", 0, False)
 
 
 def test_rows_in_batches_have_numbers_and_shapes(tmp_path: Path) -> None:
     write_features(tmp_path)
     with serving(tmp_path, tmp_path, features_document(window_micro_steps=4)) as served:
         assert_numbered(served, Trainer(served, 1, 4).train_to(60).taken())
-        (row,) = served.companion(Traces).of_source(LATENTS, 3, True).documents
+        (row,) = traced(served).of_source(LATENTS, 3, True).documents
         assert '"latent": "float16 [' in (row.text or "") and row.parts is None
 
 
@@ -609,7 +579,7 @@ def test_parts_of_documents_say_which_ids_are_labels(
         Trainer(served, 1, 1).train_to(40)
         divided = 0
         for index in range(40):
-            sample = served.companion(Traces).sample(index, None, True)
+            sample = traced(served).sample(index, None, True)
             counted: list[bool] = []
             for each in sample.documents:
                 parts = each.parts or [
@@ -626,7 +596,7 @@ def test_parts_of_documents_say_which_ids_are_labels(
             assert len(counted) == len(sample.ids or ())
             assert sum(counted[1:]) == group.real_tokens(index)[1]
         assert divided > 8
-        assert served.companion(Traces).sample(1, None, False).documents[0].parts is None
+        assert traced(served).sample(1, None, False).documents[0].parts is None
 
 
 def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
@@ -645,4 +615,4 @@ def test_a_generation_whose_revision_was_dropped_since_is_not_told_without_it(
     told_as_received(served, second, range(4, 5))
     for at in (index - 1, index, 50):
         with pytest.raises(SnapshotInvalid, match="a revision was dropped"):
-            served.companion(Traces).sample(at, 1, False)
+            traced(served).sample(at, 1, False)

@@ -38,9 +38,9 @@ def saved(folder: Path, shards: int = 1) -> list[list[int]]:
 
 def test_a_saved_dataset_is_read_in_the_order_of_its_state_file(tmp_path: Path) -> None:
     ids = saved(tmp_path / "saved", shards=3)
-    state = json.loads((tmp_path / "saved" / "state.json").read_text())
-    state["_data_files"].reverse()
-    (tmp_path / "saved" / "state.json").write_text(json.dumps(state))
+    state = tmp_path / "saved" / "state.json"
+    files = json.loads(state.read_text())["_data_files"]
+    state.write_text(json.dumps({"_data_files": files[::-1]}))
     source = opened(tmp_path, SPEC)
     assert [s.path for s in source.shards] == [
         f"saved/data-0000{i}-of-00003.arrow" for i in (2, 1, 0)
@@ -62,9 +62,9 @@ def test_a_folder_of_splits_lists_them(tmp_path: Path) -> None:
 
 def test_a_shuffled_dataset_that_was_saved_with_its_indices_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "saved")
-    state = json.loads((tmp_path / "saved" / "state.json").read_text())
-    state["_indices_files"] = [{"filename": "indices.arrow"}]
-    (tmp_path / "saved" / "state.json").write_text(json.dumps(state))
+    path = tmp_path / "saved" / "state.json"
+    state = json.loads(path.read_text()) | {"_indices_files": [{"filename": "indices.arrow"}]}
+    path.write_text(json.dumps(state))
     with pytest.raises(
         SourceError, match=r"indices mapping .* call flatten_indices\(\) on it and save it again"
     ):

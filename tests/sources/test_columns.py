@@ -24,6 +24,19 @@ def read(folder: Path, spec: str, **rules: Any) -> list[Any]:
     return rows_of(opened(folder, spec, **rules))
 
 
+def passing(*comparisons: str) -> dict[str, Any]:
+    """The rules of a source with this filter."""
+    return {"filter": tuple(map(Comparison.parse, comparisons))}
+
+
+def making(template: str) -> dict[str, Any]:
+    return {"template": Template.parse(template)}
+
+
+def write_lines(folder: Path, *rows: Any) -> None:
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 REFUSED_TYPES: dict[str, tuple[Any, str]] = {
     "decimals": (pa.array([Decimal("1.50")]), "is of type decimal128"),
     "lists of lists": (pa.array([[[1]]]), "is of type list<"),
@@ -128,7 +141,7 @@ def test_text_and_ids_of_any_layout_are_read_from_any_row_and_null_is_an_empty_o
             str(rows.column.type).endswith("string") is is_text for rows in source.read(0, 0)
         )
         # As with a filter, which goes another way.
-        assert read(tmp_path, spec, filter=(Comparison.parse("other == 0"),)) == known
+        assert read(tmp_path, spec, **passing("other == 0")) == known
 
 
 @pytest.mark.parametrize("suffix", SPECS)
@@ -203,22 +216,15 @@ def test_a_file_in_which_a_column_is_null_throughout_is_one_of_any_type(
             ((second, first), known[len(first) :] + known[: len(first)]),
         ):
             spec = written(*files, "column") + (".x" if name == "a field" else "")
-            assert all_rows(tmp_path, spec) == expected, name
-            assert all_rows(tmp_path, spec, filter=(Comparison.parse("one == 1"),)) == expected, (
-                name
-            )
+            for rules in ({}, passing("one == 1")):
+                assert all_rows(tmp_path, spec, **rules) == expected, name
             assert opened(tmp_path, spec).content is (
                 Content.TEXT if known[0] == "" else Content.IDS
             )
     spec = written(pa.nulls(2), pa.array([5, None]), "n")
     for comparison in ("n > 0", "n not in [7]", "n <= 5"):
-        assert all_rows(tmp_path, spec, filter=(Comparison.parse(comparison),)) == [
-            "",
-            "",
-            "x",
-            "",
-        ], comparison
-    assert all_rows(tmp_path, spec, template=Template.parse("{n}{column}")) == ["x", "x", "5x", "x"]
+        assert all_rows(tmp_path, spec, **passing(comparison)) == ["", "", "x", ""], comparison
+    assert all_rows(tmp_path, spec, **making("{n}{column}")) == ["x", "x", "5x", "x"]
     written(pa.nulls(2), pa.array([["a"], None]), "n")
     tools = all_rows(tmp_path, spec, template=Template.of_lines("column", "n"), as_json=True)
     assert tools == ["x\n", "x\n", 'x\n["a"]', "x\n"]
@@ -251,19 +257,20 @@ def test_text_that_should_be_json_and_is_none_is_a_bad_row(tmp_path: Path) -> No
 
 
 def test_of_json_lines_the_first_that_has_a_key_says_where_it_lies(tmp_path: Path) -> None:
-    nested, literal = {"meta": {"text": "nested"}}, {"meta.text": "literal"}
-    lines = tmp_path / "a.jsonl"
-    lines.write_text(
-        "\n".join(json.dumps(each) for each in ({"meta": None}, nested, nested | literal))
+    spec, nested, literal = (
+        "jsonl:a.jsonl:meta.text",
+        {"meta": {"text": "nested"}},
+        {"meta.text": "literal"},
     )
-    assert read(tmp_path, "jsonl:a.jsonl:meta.text") == ["", "nested", "nested"]
-    lines.write_text("\n".join(json.dumps(each) for each in (nested | literal, literal, nested)))
+    write_lines(tmp_path, {"meta": None}, nested, nested | literal)
+    assert read(tmp_path, spec) == ["", "nested", "nested"]
+    write_lines(tmp_path, nested | literal, literal, nested)
     with pytest.raises(SourceError, match=r"line 3 has no key 'meta\.text'; its keys are meta"):
-        read(tmp_path, "jsonl:a.jsonl:meta.text")
-    assert read(tmp_path, "jsonl:a.jsonl:meta.text", skip_bad=True) == ["literal", "literal", ""]
-    lines.write_text('{"meta": {"text": "a"}}\n{"meta": "no object"}\n')
+        read(tmp_path, spec)
+    assert read(tmp_path, spec, skip_bad=True) == ["literal", "literal", ""]
+    write_lines(tmp_path, nested, {"meta": "no object"})
     with pytest.raises(SourceError, match="line 2: 'meta' is a string, expected an object"):
-        read(tmp_path, "jsonl:a.jsonl:meta.text")
+        read(tmp_path, spec)
 
 
 COMPARED: dict[str, tuple[Any, list[int]]] = {
@@ -307,23 +314,17 @@ COMPARED: dict[str, tuple[Any, list[int]]] = {
 
 @pytest.mark.parametrize("suffix", SPECS)
 def test_comparisons_mean_what_they_say(tmp_path: Path, suffix: str) -> None:
-    for comparison, (column, passing) in COMPARED.items():
+    for comparison, (column, passes) in COMPARED.items():
         texts = [f"row {i}" for i in range(len(column))]
         write_table(
             tmp_path / f"a.{suffix}", pa.table({"column": texts, comparison.split()[0]: column})
         )
-        pieces = list(
-            opened(tmp_path, SPECS[suffix], filter=(Comparison.parse(comparison),)).read(0, 0)
-        )
-        values = [value for rows in pieces for value in rows.column.to_pylist()]
-        assert values == [text if i in passing else "" for i, text in enumerate(texts)], comparison
-        out = [
-            i
-            for rows in pieces
-            if rows.filtered is not None
-            for i in rows.filtered.nonzero()[0].tolist()
-        ]
-        assert out == [i for i in range(len(texts)) if i not in passing], comparison
+        # The file is one piece.
+        (rows,) = opened(tmp_path, SPECS[suffix], **passing(comparison)).read(0, 0)
+        values = [text if i in passes else "" for i, text in enumerate(texts)]
+        assert rows.column.to_pylist() == values, comparison
+        out = [] if rows.filtered is None else rows.filtered.nonzero()[0].tolist()
+        assert out == [i for i in range(len(texts)) if i not in passes], comparison
 
 
 BOOLEANS: list[Any] = [[True, False], None, [], [True, True]]
@@ -344,9 +345,7 @@ def test_a_loss_mask_may_be_of_booleans_and_ids_may_not(tmp_path: Path, suffix: 
     spec = (SPECS | {"jsonl": "jsonl:a.jsonl:column"})[suffix]
     for column in MASKS.values():
         if suffix == "jsonl":
-            (tmp_path / "a.jsonl").write_text(
-                "".join(json.dumps({"column": row}) + "\n" for row in BOOLEANS)
-            )
+            write_lines(tmp_path, *({"column": row} for row in BOOLEANS))
         else:
             write_table(tmp_path / f"a.{suffix}", pa.table({"column": column}), 2)
         source = opened(tmp_path, spec, is_mask=True)
@@ -382,39 +381,25 @@ def test_names_of_folders_are_compared_as_columns_are(tmp_path: Path) -> None:
         write_table(tmp_path / "n=0" / folder / "a.parquet", pa.table({"column": [text], "n": [1]}))
     spec = "parquet:n=0/**/*.parquet:column"
     for comparison, texts in PARTITIONS.items():
-        rows = all_rows(
-            tmp_path, spec, filter=(Comparison.parse(comparison), Comparison.parse("n == 1"))
-        )
+        rows = all_rows(tmp_path, spec, **passing(comparison, "n == 1"))
         assert sorted(filter(None, rows)) == texts.split(), comparison
     for comparison, says in (
         ("lang > 1", "the folder 'lang=de' has no value that is .* a number"),
         ("x == 1", "no column 'x'"),
     ):
         with pytest.raises(SourceError, match=says):
-            all_rows(tmp_path, spec, filter=(Comparison.parse(comparison),))
+            all_rows(tmp_path, spec, **passing(comparison))
 
 
 RULES: list[tuple[dict[str, Any], str]] = [
-    (
-        {"filter": (Comparison.parse("absent > 1"),)},
-        "has no column 'absent'; its columns are column, n",
-    ),
-    (
-        {"filter": (Comparison.parse("column > 1"),)},
-        "'column' is of type string, which is not compared with a number",
-    ),
-    (
-        {"filter": (Comparison.parse('n == "a"'),)},
-        "'n' is of type int64, which is not compared with text",
-    ),
-    ({"filter": (Comparison.parse("n == true"),)}, "is not compared with true or false"),
-    ({"filter": (Comparison.parse("l == 1"),)}, "which is not compared with a number"),
-    (
-        {"filter": (Comparison.parse('j == "a"'),)},
-        "'j' is of type extension<arrow.json>, which is not compared with",
-    ),
-    ({"template": Template.parse("{column} {absent}")}, "has no column 'absent'"),
-    ({"template": Template.parse("{column} {l}")}, "template: column 'l' is of type list<"),
+    (passing("absent > 1"), "has no column 'absent'; its columns are column, n"),
+    (passing("column > 1"), "'column' is of type string, which is not compared with a number"),
+    (passing('n == "a"'), "'n' is of type int64, which is not compared with text"),
+    (passing("n == true"), "is not compared with true or false"),
+    (passing("l == 1"), "which is not compared with a number"),
+    (passing('j == "a"'), "'j' is of type extension<arrow.json>, which is not compared with"),
+    (making("{column} {absent}"), "has no column 'absent'"),
+    (making("{column} {l}"), "template: column 'l' is of type list<"),
 ]
 
 
@@ -432,32 +417,24 @@ def test_rules_that_do_not_fit_a_file_name_it(tmp_path: Path) -> None:
 def test_rules_that_do_not_fit_json_lines_are_refused_when_the_source_is_opened(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "a.jsonl").write_text('{"column": "a", "n": 1, "s": "x", "f": 1.5}\n' * 3)
+    spec = "jsonl:a.jsonl:column"
+    write_lines(tmp_path, *[{"column": "a", "n": 1, "s": "x", "f": 1.5}] * 3)
     for rules, says in (
         (
-            {"filter": (Comparison.parse("absent > 1"),)},
+            passing("absent > 1"),
             "no line has the key 'absent' (looked for in every row); check its spelling",
         ),
-        ({"template": Template.parse("{column} {titel}")}, "no line has the key 'titel'"),
-        (
-            {"template": Template.parse("{column} {f}")},
-            "'f' is a number, expected a string or an integer",
-        ),
-        (
-            {"filter": (Comparison.parse('column == "a"'), Comparison.parse("column > 1"))},
-            "not compared with a number",
-        ),
+        (making("{column} {titel}"), "no line has the key 'titel'"),
+        (making("{column} {f}"), "'f' is a number, expected a string or an integer"),
+        (passing('column == "a"', "column > 1"), "not compared with a number"),
     ):
         with pytest.raises(SourceError, match=r"jsonl:a\.jsonl:column") as caught:
-            opened(tmp_path, "jsonl:a.jsonl:column", **rules)
+            opened(tmp_path, spec, **rules)
         assert says in str(caught.value)
     # A value of another type than the constant is one row's fault.
     with pytest.raises(SourceError, match=r"line 1: 's' is a string, expected a number"):
-        read(tmp_path, "jsonl:a.jsonl:column", filter=(Comparison.parse("s > 1"),))
-    assert (
-        read(tmp_path, "jsonl:a.jsonl:column", template=Template.parse("{n}: {column}"))
-        == ["1: a"] * 3
-    )
+        read(tmp_path, spec, **passing("s > 1"))
+    assert read(tmp_path, spec, **making("{n}: {column}")) == ["1: a"] * 3
 
 
 def test_rules_are_refused_where_files_have_no_columns(tmp_path: Path) -> None:
@@ -465,7 +442,7 @@ def test_rules_are_refused_where_files_have_no_columns(tmp_path: Path) -> None:
     with pytest.raises(
         SourceError, match="has no columns, as it is of txt files; leave filter and template out"
     ):
-        opened(tmp_path, "txt:a.txt:text", filter=(Comparison.parse("n > 1"),))
+        opened(tmp_path, "txt:a.txt:text", **passing("n > 1"))
 
 
 TABLE = pa.table(
@@ -490,13 +467,13 @@ def test_columns_of_parquet_and_of_both_forms_of_arrow(tmp_path: Path) -> None:
 
 
 def test_keys_of_json_lines_are_judged_by_their_first_value(tmp_path: Path) -> None:
-    lines = [
+    write_lines(
+        tmp_path,
         {"id": 1, "body": None, "ids": [1, 2]},
         {"id": 2, "body": "a text", "late": "b"},
         {"body": 3},
-    ]
+    )
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     assert dict(columns_of(SOURCES.schemes["jsonl"], str(path), tmp_path)) == {
         "id": None,
         "body": Content.TEXT,

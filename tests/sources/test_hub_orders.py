@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support import sources
 from support.catalog import SOURCES, spec_of
 from support.corpora import flat, parsed, text_rows
 from support.hub import StandInHub
@@ -21,6 +22,7 @@ from tokenloom_server.order import builder
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.revision_content import revise
 from tokenloom_server.order.timeline import Timeline
+from tokenloom_server.sources.base import Source
 from tokenloom_server.sources.open import open_source
 from tokenloom_tools import short_form
 
@@ -42,9 +44,18 @@ def create(folder: Path, spec: str = SPEC, roots: Sequence[str] = ()) -> Pipelin
     return builder.create(parsed(flat([spec])), folder, None, DataRoots.of(roots))
 
 
-def rows_of(spec: str, shard: int = 0, row: int = 0) -> list[str]:
-    source = open_source(spec_of(spec), Path())
-    return [text for rows in source.read(shard, row) for text in rows.column.to_pylist()]
+def rows_of(spec: str) -> list[str]:
+    return every_row(open_source(spec_of(spec), Path()))
+
+
+def rows_of_order(order: PipelineFactory) -> list[str]:
+    return every_row(order.readers.open(0))
+
+
+def every_row(source: Source) -> list[str]:
+    return [
+        text for shard in range(len(source.shards)) for text in sources.rows_of(source, shard=shard)
+    ]
 
 
 def test_json_that_is_no_lines_is_named(hub: StandInHub) -> None:
@@ -151,16 +162,6 @@ def test_a_run_begins_again_at_its_commit_without_its_record(
     beside = [record.pop("beside") for record in records]
     assert records[0] == records[1]
     assert [*(beside[0].items() - beside[1].items())] == [(f"{spec}: commit", commit)]
-
-
-def rows_of_order(order: PipelineFactory) -> list[str]:
-    source = order.readers.open(0)
-    return [
-        text
-        for shard in range(len(source.shards))
-        for rows in source.read(shard, 0)
-        for text in rows.column.to_pylist()
-    ]
 
 
 def test_another_content_at_the_commit_is_refused_by_name(hub: StandInHub, tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,13 +27,21 @@ TXT, JSONL = "txt:a.txt:text", "jsonl:a.jsonl:text"
 
 def text_lines(data: bytes) -> list[str]:
     """Python's own reading, with only \\n and \\r\\n as ends."""
-    with tempfile.NamedTemporaryFile() as file:
-        Path(file.name).write_bytes(data)
-        with Path(file.name).open(encoding="utf-8-sig", newline="\n") as text:
-            return [
-                line.removesuffix("\n").removesuffix("\r") if line.endswith("\n") else line
-                for line in text
-            ]
+    text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", newline="\n")
+    return [
+        line.removesuffix("\n").removesuffix("\r") if line.endswith("\n") else line for line in text
+    ]
+
+
+@contextmanager
+def in_blocks(size: int) -> Iterator[Path]:
+    """A folder whose files are read in blocks of so many bytes."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(lines, "BLOCK_BYTES", size),
+        patch.object(lines, "STRIDE_BYTES", size),
+    ):
+        yield Path(folder)
 
 
 pieces_of_text = st.sampled_from(
@@ -64,13 +75,9 @@ def test_txt_rows_equal_pythons_own_lines(text: str, mark: bool, block_bytes: in
     expected = text_lines(data)
     if not expected:  # only a byte order mark
         return
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch.object(lines, "BLOCK_BYTES", block_bytes),
-        patch.object(lines, "STRIDE_BYTES", block_bytes),
-    ):
-        (Path(folder) / "a.txt").write_bytes(data)
-        source = opened(Path(folder), TXT)
+    with in_blocks(block_bytes) as folder:
+        (folder / "a.txt").write_bytes(data)
+        source = opened(folder, TXT)
         assert source.row_count(0) == len(expected)
         for row in range(len(expected) + 1):
             assert rows_of(source, row) == expected[row:]
@@ -163,15 +170,11 @@ def test_jsonl_rows_and_refused_lines_equal_pythons_json(
     # A line that holds no value does not tell what the source holds, so the first one does.
     data = [b'{"text":"first"}', *data]
     expected, bad = json_rows(data, skip_blank=skip_blank)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch.object(lines, "BLOCK_BYTES", block_bytes),
-        patch.object(lines, "STRIDE_BYTES", block_bytes),
-    ):
-        (Path(folder) / "a.jsonl").write_bytes(
+    with in_blocks(block_bytes) as folder:
+        (folder / "a.jsonl").write_bytes(
             b"\n".join(data) + (b"\n" if final or not data[-1] else b"")
         )
-        source = opened(Path(folder), JSONL, skip_blank=skip_blank)
+        source = opened(folder, JSONL, skip_blank=skip_blank)
         for row in range(len(expected) + 1):
             found: list[str] = []
             try:

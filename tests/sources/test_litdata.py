@@ -167,60 +167,39 @@ def test_a_folder_alone_shows_its_scheme_and_its_field(tmp_path: Path) -> None:
     assert sources == ["litdata:one", "litdata:fields:text", "mds:streamed:body"]
 
 
-Change = Callable[[dict[str, Any]], object]
-#: What is written over the index, and what the error says.
-LIES: dict[str, tuple[Change, str]] = {
-    "samples": (
-        lambda e: e["chunks"][0].update(chunk_size=9),
-        r"chunk-0-0.bin' begins with a number of 10 samples",
-    ),
+#: What is put where in the index (``...``: nothing), or made of what is there, and what the error says.
+LIES: dict[str, tuple[str, Any, str]] = {
+    "samples": ("chunks.0.chunk_size", 9, r"chunk-0-0.bin' begins with a number of 10 samples"),
     "absurd samples": (
-        lambda e: e["chunks"][0].update(chunk_size=2**40),
+        "chunks.0.chunk_size",
+        2**40,
         r"chunks.0.chunk_size: Input should be less",
     ),
-    "bytes": (
-        lambda e: e["chunks"][0].update(chunk_bytes=7),
-        r"chunk-0-0.bin' has \d+ bytes, but .* says 7",
-    ),
-    "ids": (
-        lambda e: e["chunks"][0].update(dim=7),
-        r"chunk-0-0.bin': its \d+ bytes are not the 7 ids that",
-    ),
+    "bytes": ("chunks.0.chunk_bytes", 7, r"chunk-0-0.bin' has \d+ bytes, but .* says 7"),
+    "ids": ("chunks.0.dim", 7, r"chunk-0-0.bin': its \d+ bytes are not the 7 ids that"),
     "a name": (
-        lambda e: e["chunks"][0].update(filename="x.bin"),
+        "chunks.0.filename",
+        "x.bin",
         r"lists 'x.bin', which is missing; copy the folder",
     ),
-    "a type": (
-        lambda e: e["config"].update(data_format=["no_header_tensor:17"]),
-        r"are not the \d+ ids",
-    ),
-    "a type of text": (lambda e: e["config"].update(data_format=["str"]), r"are not the \d+ ids"),
-    "no tree": (
-        lambda e: e["config"].update(data_spec="[1, {}]"),
-        r"config.data_spec: it is no tree of fields",
-    ),
-    "no JSON": (lambda e: e["config"].update(data_spec="["), r"config.data_spec: "),
-    "deep": (
-        lambda e: e["config"].update(data_spec="[" * 20_000),
-        r"config.data_spec: it is no tree of fields",
-    ),
-    "encryption": (
-        lambda e: e["config"].update(encryption={"algorithm": "fernet"}),
-        r"config.encryption: Input should",
-    ),
-    "a loader": (
-        lambda e: e["config"].update(item_loader="ParquetLoader"),
-        r"config.item_loader: Input should be",
-    ),
-    "a compression": (
-        lambda e: e["config"].update(compression="lz4"),
-        r"config.compression: String should match",
-    ),
     "a file twice": (
-        lambda e: e["chunks"].append(e["chunks"][0]),
+        "chunks",
+        lambda chunks: chunks * 2,
         r"lists 'data/chunk-0-0.bin' 2 times; write",
     ),
-    "no config": (lambda e: e.pop("config"), r"config: Field required"),
+    "a type": ("config.data_format", ["no_header_tensor:17"], r"are not the \d+ ids"),
+    "a type of text": ("config.data_format", ["str"], r"are not the \d+ ids"),
+    "no tree": ("config.data_spec", "[1, {}]", r"config.data_spec: it is no tree of fields"),
+    "no JSON": ("config.data_spec", "[", r"config.data_spec: "),
+    "deep": ("config.data_spec", "[" * 20_000, r"config.data_spec: it is no tree of fields"),
+    "encryption": (
+        "config.encryption",
+        {"algorithm": "fernet"},
+        r"config.encryption: Input should",
+    ),
+    "a loader": ("config.item_loader", "ParquetLoader", r"config.item_loader: Input should be"),
+    "a compression": ("config.compression", "lz4", r"config.compression: String should match"),
+    "no config": ("config", ..., r"config: Field required"),
 }
 
 
@@ -232,9 +211,16 @@ def test_an_index_that_lies_is_refused_by_name(tmp_path: Path) -> None:
         chunk_size=60,
     )
     good = (tmp_path / "data/index.json").read_text()
-    for change, message in LIES.values():
+    for path, value, message in LIES.values():
         index = json.loads(good)
-        change(index)
+        *above, field = path.split(".")
+        at = index
+        for key in above:
+            at = at[int(key) if key.isdigit() else key]
+        if value is ...:
+            del at[field]
+        else:
+            at[field] = value(at[field]) if callable(value) else value
         (tmp_path / "data/index.json").write_text(json.dumps(index))
         with pytest.raises(SourceError, match=rf"source 'litdata:data': .*{message}"):
             all_rows(tmp_path, "litdata:data")
@@ -242,14 +228,12 @@ def test_an_index_that_lies_is_refused_by_name(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "batches/index.json").read_text())
     index["chunks"][0]["chunk_size"] = 6
     (tmp_path / "batches/index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        SourceError, match=r"batches/chunk-0-0.bin' has 5 samples, but its index says 6"
-    ):
-        all_rows(tmp_path, "litdata:batches:text")
-    with pytest.raises(
-        SourceError, match=r"batches/chunk-0-0.bin' has 5 samples, but its index says 6"
-    ):
-        opened(tmp_path, "litdata:batches:text").row_count(1)
+    source = opened(tmp_path, "litdata:batches:text")
+    for read in (source.row_count, lambda shard: list(source.read(shard, 0))):
+        with pytest.raises(
+            SourceError, match=r"batches/chunk-0-0.bin' has 5 samples, but its index says 6"
+        ):
+            read(1)
 
 
 def with_bytes(folder: Path, content: bytes) -> Path:

@@ -39,17 +39,14 @@ def test_mutated_files_give_their_rows_or_an_error_that_names_them(
 ) -> None:
     count = MUTATIONS[kind]
     variants = {name: form for name, form in formats().items() if name.split()[0] == kind}
-    command = [
-        sys.executable,
-        "-m",
-        "support.mutations",
-        str(tmp_path),
-        str(SEED),
-        str(count),
-        *variants,
-    ]
+    command = [sys.executable, "-m", "support.mutations", tmp_path, str(SEED), str(count)]
     done = subprocess.run(
-        command, cwd=TESTS, capture_output=True, text=True, timeout=CHILD_S, check=False
+        [*command, *variants],
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=CHILD_S,
+        check=False,
     )
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, f"{said[-1:]} of seed {SEED} ended it: {done.stderr[-3000:]}"

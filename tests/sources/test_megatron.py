@@ -93,14 +93,8 @@ def test_a_prefix_may_be_a_pattern_and_each_dataset_has_a_type_of_its_own(tmp_pa
     write(tmp_path / "data/b", [[[9]]])
     source = opened(tmp_path, "megatron:data/*_text_document")
     assert [shard.path[5:6] for shard in source.shards] == ["a", "a", "b", "b", "e", "e"]
-    assert [rows_of(source, shard=shard) for shard in range(6)] == [
-        [[3], [4, 5]],
-        [],
-        [[1, 2]],
-        [],
-        [],
-        [],
-    ]
+    rows = [rows_of(source, shard=shard) for shard in range(6)]
+    assert rows == [[[3], [4, 5]], [], [[1, 2]], [], [], []]
     starred = tmp_path / "data/[b]*"
     write(starred, [[[7]]])
     assert rows_of(opened(tmp_path, "megatron:data/[b]*")) == [[7]]
@@ -126,16 +120,13 @@ def test_a_spec_is_a_prefix_and_its_column_is_implied() -> None:
 def test_half_a_dataset_and_none_are_named(tmp_path: Path) -> None:
     write(tmp_path / "data/corpus", DOCUMENTS)
     (tmp_path / "data/corpus.idx").rename(tmp_path / "data/elsewhere.idx")
-    with pytest.raises(SourceError, match=r"'data/corpus.idx' is missing beside 'data/corpus.bin'"):
-        paths_of(spec_of(SPEC), tmp_path)
-    with pytest.raises(
-        SourceError, match=r"'data/elsewhere.bin' is missing beside 'data/elsewhere.idx'"
+    for prefix, says in (
+        ("corpus", r"'data/corpus.idx' is missing beside 'data/corpus.bin'"),
+        ("else*", r"'data/elsewhere.bin' is missing beside 'data/elsewhere.idx'"),
+        ("other", r"no file matches .*other\.idx'; the nearest folder .*corpus\.bin"),
     ):
-        paths_of(spec_of("megatron:data/else*"), tmp_path)
-    with pytest.raises(
-        SourceError, match=r"no file matches .*other\.idx'; the nearest folder .*corpus\.bin"
-    ):
-        paths_of(spec_of("megatron:data/other"), tmp_path)
+        with pytest.raises(SourceError, match=says):
+            paths_of(spec_of(f"megatron:data/{prefix}"), tmp_path)
 
 
 def test_a_url_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -204,23 +195,20 @@ def test_a_damaged_index_is_named_with_what_was_expected(tmp_path: Path) -> None
 
 def test_sequences_that_do_not_lie_one_after_the_other_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "data/corpus", [[[1, 2, 3]], [[4], [5, 6]]])
-    good = (tmp_path / "data/corpus.idx").read_bytes()
-    pointers = 34 + 12
-    for at, value in ((pointers + 8, 4), (pointers, -2), (pointers + 8, 7)):
-        (tmp_path / "data/corpus.idx").write_bytes(
-            good[:at] + struct.pack("<q", value) + good[at + 8 :]
+    index = tmp_path / "data/corpus.idx"
+    good, pointers = index.read_bytes(), 34 + 12
+    for at, value, what in (
+        (8, 4, "sequences"),
+        (0, -2, "sequences"),
+        (8, 7, "sequences"),
+        (24 + 8, 5, "document edges"),
+        (24 + 8, -1, "document edges"),
+    ):
+        index.write_bytes(
+            good[: pointers + at] + struct.pack("<q", value) + good[pointers + at + 8 :]
         )
         with pytest.raises(
-            SourceError, match=r"corpus.idx': the sequences of documents 0 to 1 do not lie"
-        ):
-            rows_of(opened(tmp_path, SPEC))
-    at = pointers + 24 + 8
-    for value in (5, -1):
-        (tmp_path / "data/corpus.idx").write_bytes(
-            good[:at] + struct.pack("<q", value) + good[at + 8 :]
-        )
-        with pytest.raises(
-            SourceError, match=r"corpus.idx': the document edges of documents 0 to 1 do not lie"
+            SourceError, match=rf"corpus.idx': the {what} of documents 0 to 1 do not lie"
         ):
             rows_of(opened(tmp_path, SPEC))
 

@@ -77,7 +77,6 @@ def test_a_run_goes_on_after_consumed_train_samples_of_a_blend(consumed: int) ->
     timeline = Timeline(order_of(FOLDER, document()))
 
     state = foreign_checkpoint.resume_point(payload, timeline).base
-    assert state is not None
     assert state.total_tokens == tokens
     for source, name in enumerate(DATASETS):
         rest = [sample for dataset, sample in GIVEN["blended"][consumed:] if dataset == source]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.catalog import CATALOG, spec_of
 from support.corpora import flat, write_megatron
+from support.mixing import node
 from support.sources import opened, rows_of
 from tokenloom_server.config import mixture_file as config
 from tokenloom_server.config.order_fields import order_digest
@@ -268,7 +269,7 @@ def test_end_of_text_ids_are_neither_doubled_nor_lost(tmp_path: Path, spec: str)
     assert ids_of(order(tmp_path, spec)) == [*IDS, END]
     assert ids_of(order(tmp_path, spec, add_eot="auto")) == [*IDS, END]
     assert ids_of(order(tmp_path, spec, add_eot=False)) == IDS
-    doubled = {"policy": "weighted", "children": [{"source": spec, "add_eot": True}]}
+    doubled = node("weighted", {"source": spec, "add_eot": True})
     assert ids_of(order(tmp_path, spec, mixture=doubled)) == [
         i for row in ROWS for i in (*row, END)
     ]
@@ -281,7 +282,7 @@ def test_another_override_of_the_end_is_another_order_and_survives_the_record(
     digests = {}
     for override in (None, "auto", True, False):
         child = {"source": "npy:a.npy"} | ({} if override is None else {"add_eot": override})
-        mixture = {"policy": "least_consumed", "children": [child]}
+        mixture = node("least_consumed", child)
         run = order(tmp_path, "npy:a.npy", mixture=mixture)
         again = builder.load(run.config, tmp_path, None, run.record.to_json())
         digests[override] = order_digest(run.config)

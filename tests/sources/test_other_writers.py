@@ -18,69 +18,53 @@ TEXTS = ["hello", "", "wörld 😀", "x" * 300, *(f"row {i}" for i in range(3000
 IDS = [[1, 2, 3], [], [70_000], *([i, i + 1] for i in range(3000))]
 
 
-def _polars_arrow(path: Path) -> None:
+FRAME = pl.DataFrame({"text": TEXTS})
+
+
+def _by_duckdb(options: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        with duckdb.connect() as connection:
+            connection.register("frame", FRAME.to_arrow())
+            connection.execute(f"COPY frame TO '{path}' (FORMAT {options})")
+
+    return write
+
+
+WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
     # Several record batches, between which this format may have anything.
-    halves = [pl.DataFrame({"text": TEXTS[:1000]}), pl.DataFrame({"text": TEXTS[1000:]})]
-    pl.concat(halves, rechunk=False).write_ipc(path)
+    "polars arrow": (
+        lambda path: pl.concat([FRAME[:1000], FRAME[1000:]], rechunk=False).write_ipc(path),
+        "arrow:d:text",
+    ),
+    "polars arrow packed": (lambda path: FRAME.write_ipc(path, compression="zstd"), "arrow:d:text"),
+    "polars stream": (FRAME.write_ipc_stream, "arrow:d:text"),
+    "polars parquet": (
+        lambda path: FRAME.write_parquet(path, row_group_size=700),
+        "parquet:d/*:text",
+    ),
+    "duckdb parquet": (
+        _by_duckdb("parquet, COMPRESSION zstd, ROW_GROUP_SIZE 2048"),
+        "parquet:d/*:text",
+    ),
+    "duckdb jsonl": (_by_duckdb("json"), "jsonl:d/*:text"),
+    "fastparquet": (
+        lambda path: fastparquet.write(path, pd.DataFrame({"text": TEXTS}), row_group_offsets=900),
+        "parquet:d/*:text",
+    ),
+    "datasets parquet": (
+        lambda path: datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(path),
+        "parquet:d/*:text",
+    ),
+    "datasets jsonl": (
+        lambda path: datasets.Dataset.from_dict({"text": TEXTS}).to_json(path),
+        "jsonl:d/*:text",
+    ),
+}
 
 
-def _polars_arrow_packed(path: Path) -> None:
-    pl.DataFrame({"text": TEXTS}).write_ipc(path, compression="zstd")
-
-
-def _polars_stream(path: Path) -> None:
-    pl.DataFrame({"text": TEXTS}).write_ipc_stream(path)
-
-
-def _polars_parquet(path: Path) -> None:
-    pl.DataFrame({"text": TEXTS}).write_parquet(path, row_group_size=700)
-
-
-def _duckdb_parquet(path: Path) -> None:
-    frame = pl.DataFrame({"text": TEXTS}).to_arrow()
-    with duckdb.connect() as connection:
-        connection.register("frame", frame)
-        connection.execute(
-            f"COPY frame TO '{path}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 2048)"
-        )
-
-
-def _duckdb_jsonl(path: Path) -> None:
-    frame = pl.DataFrame({"text": TEXTS}).to_arrow()
-    with duckdb.connect() as connection:
-        connection.register("frame", frame)
-        connection.execute(f"COPY frame TO '{path}' (FORMAT json)")
-
-
-def _fastparquet(path: Path) -> None:
-    fastparquet.write(path, pd.DataFrame({"text": TEXTS}), row_group_offsets=900)
-
-
-def _datasets_parquet(path: Path) -> None:
-    datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(path)
-
-
-def _datasets_jsonl(path: Path) -> None:
-    datasets.Dataset.from_dict({"text": TEXTS}).to_json(path)
-
-
-@pytest.mark.parametrize(
-    ("write", "spec"),
-    [
-        (_polars_arrow, "arrow:d:text"),
-        (_polars_arrow_packed, "arrow:d:text"),
-        (_polars_stream, "arrow:d:text"),
-        (_polars_parquet, "parquet:d/*:text"),
-        (_duckdb_parquet, "parquet:d/*:text"),
-        (_duckdb_jsonl, "jsonl:d/*:text"),
-        (_fastparquet, "parquet:d/*:text"),
-        (_datasets_parquet, "parquet:d/*:text"),
-        (_datasets_jsonl, "jsonl:d/*:text"),
-    ],
-)
-def test_texts_of_other_programs_arrive_from_any_row(
-    write: Callable[[Path], None], spec: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("program", WRITERS)
+def test_texts_of_other_programs_arrive_from_any_row(program: str, tmp_path: Path) -> None:
+    write, spec = WRITERS[program]
     (tmp_path / "d").mkdir()
     write(tmp_path / "d" / "a.arrow")
     source = opened(tmp_path, spec)

@@ -21,6 +21,7 @@ from tokenloom_server.sources.wrapped import TimedSource
 from tokenloom_server.storage.io_stats import IoStats
 
 SPEC = "parquet:a.parquet:ids"
+Messages = Callable[[], list[str]]
 ROWS = st.lists(
     st.one_of(st.none(), st.lists(st.integers(0, 100), max_size=40)), min_size=1, max_size=60
 )
@@ -58,15 +59,11 @@ def _small_is_enough(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
 
 
 @pytest.fixture
-def left_to_arrow(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def left_to_arrow(caplog: pytest.LogCaptureFixture) -> Messages:
     """Why row groups were left to Arrow since the last call."""
 
     def messages() -> list[str]:
-        found = [
-            record.getMessage()
-            for record in caplog.records
-            if "left to Arrow" in record.getMessage()
-        ]
+        found = [message for message in caplog.messages if "left to Arrow" in message]
         caplog.clear()
         return found
 
@@ -91,6 +88,9 @@ def schema(
     )
 
 
+PLAIN = schema(pa.int32(), True, True)
+
+
 def write(folder: Path, rows: list[Any], kind: pa.Schema, **options: Any) -> None:
     table = pa.table(
         [
@@ -107,7 +107,7 @@ def write(folder: Path, rows: list[Any], kind: pa.Schema, **options: Any) -> Non
 def test_rows_come_back_however_their_pages_were_written(
     tmp_path: Path,
     options: dict[str, Any],
-    left_to_arrow: Callable[[], list[str]],
+    left_to_arrow: Messages,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parquet_lists, "UNIT_VALUES", 50)
@@ -145,13 +145,13 @@ def test_rows_come_back_however_their_pages_were_written(
 def test_a_row_may_reach_over_many_pages(
     tmp_path: Path,
     version: str,
-    left_to_arrow: Callable[[], list[str]],
+    left_to_arrow: Messages,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parquet_lists, "UNIT_VALUES", 10)
     rows = [[1], list(range(5000)), [], [2, 3], list(range(3000, 0, -1)), [4]]
     options = {"data_page_size": 64, "write_batch_size": 50, "data_page_version": version}
-    write(tmp_path, rows, schema(pa.int32(), True, True), **options)
+    write(tmp_path, rows, PLAIN, **options)
     for row in range(len(rows) + 1):
         assert read(tmp_path, row) == rows[row:]
     assert left_to_arrow() == []
@@ -160,7 +160,7 @@ def test_a_row_may_reach_over_many_pages(
 def test_a_large_row_group_is_read_a_few_pages_at_a_time(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 32_000, 1000, dtype=np.int32) for _ in range(2000)]
-    write(tmp_path, rows, schema(pa.int32(), True, True), row_group_size=10_000)
+    write(tmp_path, rows, PLAIN, row_group_size=10_000)
     source = opened(tmp_path, SPEC)
     before = pa.total_allocated_bytes()
     most, read_rows = 0, 0
@@ -175,7 +175,7 @@ def test_a_large_row_group_is_read_a_few_pages_at_a_time(tmp_path: Path) -> None
 
 def test_a_row_group_that_was_given_is_not_held_by_its_reader(tmp_path: Path) -> None:
     rows = [np.arange(1000, dtype=np.int32) for _ in range(200)]
-    write(tmp_path, rows, schema(pa.int32(), True, True), row_group_size=100)
+    write(tmp_path, rows, PLAIN, row_group_size=100)
     reader = TimedSource(opened(tmp_path, SPEC), IoStats(), SourceCatalog().spec(SPEC)).read(0, 0)
     before = pa.total_allocated_bytes()
     for _ in range(2):
@@ -188,11 +188,11 @@ def test_a_row_group_that_was_given_is_not_held_by_its_reader(tmp_path: Path) ->
 
 
 def test_a_small_row_group_is_left_to_arrow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_to_arrow: Callable[[], list[str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_to_arrow: Messages
 ) -> None:
     monkeypatch.setattr(parquet_lists, "MIN_VALUES", 30)
     rows = [[i] * (i // 25) for i in range(75)]
-    write(tmp_path, rows, schema(pa.int32(), True, True))
+    write(tmp_path, rows, PLAIN)
     assert read(tmp_path, 20) == rows[20:]
     messages = left_to_arrow()
     assert len(messages) == 2
@@ -200,23 +200,21 @@ def test_a_small_row_group_is_left_to_arrow(
         assert f"row group {group} is left to Arrow from row 0 on: a small row group" in message
 
 
-def test_what_is_not_understood_is_left_to_arrow(
-    tmp_path: Path, left_to_arrow: Callable[[], list[str]]
-) -> None:
+def test_what_is_not_understood_is_left_to_arrow(tmp_path: Path, left_to_arrow: Messages) -> None:
     rows = [[1, 2], [], [3]]
-    write(tmp_path, rows, schema(pa.int32(), True, True), compression="lz4")
+    write(tmp_path, rows, PLAIN, compression="lz4")
     assert read(tmp_path) == rows
     assert "the codec 7" in left_to_arrow()[0]
 
 
 def test_a_null_after_good_pages_is_found_by_arrow_in_its_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_to_arrow: Callable[[], list[str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_to_arrow: Messages
 ) -> None:
     monkeypatch.setattr(parquet_lists, "UNIT_VALUES", 10)
     rows = [[i] * 10 for i in range(50)]
     rows[40] = [1, None, 2]  # type: ignore[list-item]
     options = {"data_page_size": 1, "write_batch_size": 5, "row_group_size": 50}
-    write(tmp_path, rows, schema(pa.int32(), True, True), **options)
+    write(tmp_path, rows, PLAIN, **options)
     source = opened(tmp_path, SPEC)
     got: list[Any] = []
     with pytest.raises(SourceError, match=r"'a\.parquet': row 40 has a null among its ids"):
@@ -244,7 +242,7 @@ def test_damaged_bytes_give_rows_or_an_error_and_never_other_rows_than_arrow_giv
     tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [list(range(i % 7)) for i in range(40)]
-    write(tmp_path, rows, schema(pa.int32(), True, True), row_group_size=20, **options)
+    write(tmp_path, rows, PLAIN, row_group_size=20, **options)
     path = tmp_path / "a.parquet"
     whole = path.read_bytes()
     errors = 0

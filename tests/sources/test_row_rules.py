@@ -20,7 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.corpora import encode_state, numbers, order_of, parsed, reread
+from support.corpora import encode_state, flat, mixture, numbers, order_of, parsed, reread
+from support.mixing import node
 from support.prepared import write_tokenizer
 from support.sources import write_table
 from tokenizers import Tokenizer
@@ -252,16 +253,8 @@ def write(folder: Path, scheme: str) -> None:
 
 def order_over(folder: Path, case: Case, **run: Any) -> PipelineFactory:
     source = {"source": SPECS[case.scheme] + case.column} | case.options
-    document = {
-        "run": "rows",
-        "seed": 7,
-        "tokenizer": "bytes",
-        "vocab_size": 300,
-        "sequence_length": LENGTH,
-        "on_bad_row": "skip",
-        "mixture": {"policy": "sequential", "children": [source]},
-    }
-    return order_of(folder, document | run)
+    fields = {"vocab_size": 300, "on_bad_row": "skip", "mixture": node("sequential", source)}
+    return order_of(folder, mixture(**fields | run))
 
 
 def samples_from(
@@ -283,6 +276,10 @@ def samples_from(
             )
 
 
+def whole_of(order: PipelineFactory) -> list[tuple[list[int], State]]:
+    return list(samples_from(order, order.initial()))
+
+
 def end_of(order: PipelineFactory) -> State:
     """The state at the end, whether its last rows make a sample or not."""
     pipeline = order.pipeline(order.initial())
@@ -301,7 +298,7 @@ def test_every_row_gives_what_it_should_and_each_sample_index_resumes(
     write(tmp_path, case.scheme)
     order = order_over(tmp_path, case)
     known = expected(case)
-    whole = list(samples_from(order, order.initial()))
+    whole = whole_of(order)
     assert [token for ids, _ in whole for token in ids] == known.tokens[: len(whole) * LENGTH]
     assert len(known.tokens) - len(whole) * LENGTH < LENGTH
     row_counts = [state.sources[0].row_counts for _, state in whole]
@@ -347,11 +344,15 @@ def test_a_shuffled_source_gives_the_same_rows(name: str, shuffle: str, tmp_path
     assert shuffle == "shards" or list(found) != list(known)
     # And from any sample on.
     order = order_over(tmp_path, case._replace(options=case.options | options))
-    whole = list(samples_from(order, order.initial()))
+    whole = whole_of(order)
     for index in range(0, len(whole), 7):
         assert (
             list(islice(samples_from(order, whole[index][1], 5), 5)) == whole[index + 1 : index + 6]
         )
+
+
+TEXT = Case("txt", "text", {})
+BREAKING = Case("txt", "text", {"source": "txt:data/a.txt:text"})
 
 
 def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:
@@ -359,15 +360,13 @@ def test_a_bad_row_counts_where_a_sample_goes_past_it(tmp_path: Path) -> None:
     (tmp_path / "data/a.txt").write_bytes(
         b"0123456\n" + BAD_TEXT + b"\n" + BAD_TEXT + b"\n0123456\n" + BAD_TEXT + b"\n"
     )
-    order = order_over(tmp_path, Case("txt", "text", {}))
+    order = order_over(tmp_path, TEXT)
+    states = [state for _, state in whole_of(order)]
     found = [
-        (state.sources[0].cursor, state.sources[0].rows, state.sources[0].row_counts.bad_rows)
-        for _, state in samples_from(order, order.initial())
+        (own.cursor, own.rows, own.row_counts.bad_rows) for (own,) in (s.sources for s in states)
     ]
     assert found == [(FileCursor(0, 0, 1), 1, 0), (FileCursor(0, 0, 4), 4, 2)]
-    entry = json.loads(encode_state(order, list(samples_from(order, order.initial()))[-1][1]))[
-        "datasets"
-    ][0]
+    (entry,) = json.loads(encode_state(order, states[-1]))["datasets"]
     assert entry["bad_rows"] == 2
     assert "filtered_rows" not in entry
 
@@ -426,12 +425,12 @@ def test_each_epoch_meets_the_same_bad_rows_and_the_limit_is_for_each(tmp_path: 
     write_breaking(tmp_path)
     case = Case("txt", "text", {"source": "txt:data/a.txt:text", "epochs": 4})
     order = order_over(tmp_path, case, max_bad_rows=3)
-    last = list(samples_from(order, order.initial()))[-1][1]
+    last = whole_of(order)[-1][1]
     assert (last.sample_index, last.sources[0].row_counts.bad_rows) == (20, 12)
     with pytest.raises(
         SourceError, match=r"line 7 is not UTF-8 .* bad row number 3 of .* allows 2 up to epoch 0"
     ):
-        list(samples_from(order_over(tmp_path, case, max_bad_rows=2), order.initial()))
+        whole_of(order_over(tmp_path, case, max_bad_rows=2))
 
 
 def test_without_skip_the_first_bad_row_is_an_error_after_all_before_it(tmp_path: Path) -> None:
@@ -449,14 +448,12 @@ def test_without_skip_the_first_bad_row_is_an_error_after_all_before_it(tmp_path
 
 def test_a_run_that_a_bad_row_has_stopped_goes_on_with_skip(tmp_path: Path) -> None:
     write_breaking(tmp_path)
-    failing = order_over(
-        tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}), on_bad_row="fail"
-    )
+    failing = order_over(tmp_path, BREAKING, on_bad_row="fail")
     states = [failing.initial()]
     with pytest.raises(SourceError):
         for _, state in samples_from(failing, states[0], 1):
             states.append(state)
-    config = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"})).config
+    config = order_over(tmp_path, BREAKING).config
     skipping = builder.load(config, tmp_path, None, failing.record.to_json())
     assert order_digest(skipping.config) == order_digest(failing.config)
     assert [ids for ids, _ in samples_from(skipping, states[-1])] == [[*b"0123456", EOT]] * 3
@@ -468,7 +465,7 @@ def test_a_blank_line_is_bad_where_the_source_says_so(tmp_path: Path) -> None:
     case = Case("jsonl", "text", {"on_blank_line": "fail"})
     order = order_over(tmp_path, case, on_bad_row="fail")
     with pytest.raises(SourceError, match=r"line 2 is blank, .* or set on_blank_line: skip"):
-        list(samples_from(order, order.initial()))
+        whole_of(order)
     skipping = order_over(tmp_path, case)
     assert end_of(skipping).sources[0].row_counts.bad_rows == 1
     assert order_digest(skipping.config) == order_digest(
@@ -478,24 +475,24 @@ def test_a_blank_line_is_bad_where_the_source_says_so(tmp_path: Path) -> None:
 
 def test_skipped_rows_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_breaking(tmp_path)
-    order = order_over(tmp_path, Case("txt", "text", {"source": "txt:data/a.txt:text"}))
+    order = order_over(tmp_path, BREAKING)
     with caplog.at_level(logging.WARNING):
-        list(samples_from(order, order.initial()))
+        whole_of(order)
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1
-    assert "'data/a.txt': line 3 is not UTF-8" in messages[0]
-    assert "bad rows are skipped, and counted" in messages[0]
+    (message,) = messages
+    assert "'data/a.txt': line 3 is not UTF-8" in message
+    assert "bad rows are skipped, and counted" in message
 
 
 def test_a_source_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.txt").write_bytes(BAD_TEXT + b"\n" + BAD_TEXT + b"\n")
-    order = order_over(tmp_path, Case("txt", "text", {}))
+    order = order_over(tmp_path, TEXT)
     with pytest.raises(
         SourceError,
         match=r"no token in any of its rows; .* \(2 of them are bad, and 0 are left out by the filter or blank",
     ):
-        list(samples_from(order, order.initial()))
+        whole_of(order)
 
 
 UNSERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -533,7 +530,7 @@ def test_a_file_that_cannot_be_served_is_refused_where_a_run_begins_and_a_remote
             Case(suffix, "text", {"source": f"{suffix}:memory://{url}{pattern}:text", **rules}),
         )
         with pytest.raises(SourceError, match=reason):
-            list(samples_from(order, order.initial()))
+            whole_of(order)
 
 
 #: Makes engines crash as native code does, in whatever Python starts from now on.
@@ -566,13 +563,7 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(
     (tmp_path / "index").mkdir()
     suspect = SuspectRows(0, 0, 0, len(texts), deaths=2)
     (tmp_path / "index/rows@suspects.json").write_text(json.dumps([asdict(suspect)]))
-    document = {
-        "run": "rows",
-        "tokenizer": "tokenizer.json",
-        "sequence_length": LENGTH,
-        "on_bad_row": "skip",
-        "mixture": {"policy": "sequential", "children": [{"source": "txt:a.txt:text"}]},
-    }
+    document = flat(["txt:a.txt:text"], run="rows", tokenizer="tokenizer.json", on_bad_row="skip")
     order = builder.create(parsed(document), tmp_path, tmp_path / "index")
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(DEADLY)
@@ -580,7 +571,7 @@ def test_a_document_at_which_both_engines_crash_is_a_bad_row(
         "PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
     )
     with closing(order.resources):
-        whole = list(samples_from(order, order.initial()))
+        whole = whole_of(order)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     end = tokenizer.token_to_id("<|endoftext|>")
     known = [
@@ -599,18 +590,8 @@ def test_a_fork_takes_a_source_over_only_with_the_same_documents(tmp_path: Path)
     fim = {"rate": 0.5, "ids": {"prefix": 1, "middle": 2, "suffix": 3}}
 
     def order(run: str, seed: int = 1, **fields: Any) -> PipelineFactory:
-        source = {"source": "jsonl:rows.jsonl:text", **fields}
-        mixture = {"policy": "sequential", "children": [source]}
-        return order_of(
-            tmp_path,
-            {
-                "run": run,
-                "seed": seed,
-                "tokenizer": "bytes",
-                "sequence_length": 8,
-                "mixture": mixture,
-            },
-        )
+        root = node("sequential", {"source": "jsonl:rows.jsonl:text", **fields})
+        return order_of(tmp_path, mixture(run=run, seed=seed, mixture=root))
 
     base = order("base")
     for fields in ({"filter": "score >= 1"}, {"template": "{score} {text}"}, {"fim": fim}):

@@ -167,14 +167,8 @@ def test_folders_and_pairs_of_files_are_whole_sources(tmp_path: Path) -> None:
         "megatron:data/old/*",
         "npy:data/ids.npy",
     ]
-    assert [
-        each.columns.keys()
-        for each in survey.candidates
-        if each.spec.scheme.name in ("mds", "litdata")
-    ] == [
-        {"text"},
-        {"text"},
-    ]
+    columns = {each.spec.scheme.name: each.columns.keys() for each in survey.candidates}
+    assert columns["mds"] == columns["litdata"] == {"text"}
     assert survey.left_out.keys() == {
         "data/saved/test",
         "data/lone.bin",

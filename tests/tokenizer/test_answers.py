@@ -76,6 +76,10 @@ def template(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
+def answering(text: str) -> ChatRenderer:
+    return ChatRenderer("t", text, TOKENS, "answers")
+
+
 def row(chat: list[dict[str, Any]]) -> str:
     return json.dumps(chat) + "\n" + json.dumps(TOOLS if "tool_calls" in chat[1] else None)
 
@@ -93,7 +97,7 @@ def joined(spans: Spans) -> Spans:
 
 def both(family: str) -> Iterator[tuple[tuple[str, Spans] | str, tuple[str, Spans]]]:
     """Of each conversation that TRL's training template renders, what is found by the family's own, and by that."""
-    ours = ChatRenderer("t", template(family), TOKENS, "answers")
+    ours = answering(template(family))
     theirs = ChatRenderer("t", template(f"{family}_training"), TOKENS)
     for chat in (*CONVERSATIONS, *map(in_parts, CONVERSATIONS)):
         try:
@@ -130,7 +134,7 @@ def test_a_family_whose_answers_cannot_be_told_is_refused_with_the_template_to_u
 ) -> None:
     named = family.replace("_nothink", "_think")
     with pytest.raises(TokenizerError, match=rf"{REFUSED[family]}.* {named}_training\.jinja"):
-        ChatRenderer("t", template(family), TOKENS, "answers")
+        answering(template(family))
 
 
 LOOP = "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '.' }}{% endfor %}"
@@ -149,7 +153,7 @@ ASKS = "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 def test_a_template_whose_answers_cannot_be_told_is_refused(text: str, reason: str) -> None:
     with pytest.raises(TokenizerError, match=f"{reason}.* or put .% generation %. and"):
-        ChatRenderer("t", text, TOKENS, "answers")
+        answering(text)
 
 
 def test_what_another_message_may_have_written_is_a_bad_row() -> None:
@@ -158,7 +162,7 @@ def test_what_another_message_may_have_written_is_a_bad_row() -> None:
         "{% if loop.nextitem and loop.nextitem.role == 'tool' %}{{ loop.nextitem.content }}{% endif %}.{% endif %}"
         "{% endfor %}" + ASKS
     )
-    renderer = ChatRenderer("t", looks_ahead, TOKENS, "answers")
+    renderer = answering(looks_ahead)
     assert renderer.render(row(TURNS)) == ("[user]Why?.[assistant]Because..[user] So .", [(22, 31)])
     with pytest.raises(
         ValueError, match="reads message 2, of 'tool', but gives it no turn of its own"
@@ -169,21 +173,17 @@ def test_what_another_message_may_have_written_is_a_bad_row() -> None:
         "'' }}{% for n in messages[loop.index:] %}{{ n.content }}{% endfor %}{{ ''",
     )
     with pytest.raises(ValueError, match="writes a message within the turn of another"):
-        ChatRenderer("t", nested, TOKENS, "answers").render(
-            row([*TURNS[:2], said("tool", "secret")])
-        )
+        answering(nested).render(row([*TURNS[:2], said("tool", "secret")]))
     first = LOOP.replace("m.role + ']'", "('x' if loop.index == 5 else m.role) + ']'") + ASKS
     with pytest.raises(
         ValueError, match=r"begins message 4 with '\[x\]so\.', expected '\[assistant\]'"
     ):
-        ChatRenderer("t", first, TOKENS, "answers").render(
-            row([*TURNS, TURNS[1], said("assistant", "so")])
-        )
+        answering(first).render(row([*TURNS, TURNS[1], said("assistant", "so")]))
 
 
 def test_blocks_of_a_template_say_it_before_anything_is_looked_for() -> None:
     text = LOOP.replace("{{", "{% generation %}{{").replace("}}", "}}{% endgeneration %}")
-    assert joined(ChatRenderer("t", text, TOKENS, "answers").render(row(TURNS))[1]) == [(0, 42)]
+    assert joined(answering(text).render(row(TURNS))[1]) == [(0, 42)]
 
 
 def test_a_block_whose_text_is_written_later_is_refused() -> None:
@@ -205,7 +205,7 @@ def test_a_text_that_is_held_back_until_the_answer_is_a_bad_row() -> None:
         "{% if m.role == 'system' %}{% set kept.text = m.content %}"
         "{% elif m.role == 'user' %}[{{ m.content }}]{% else %}{{ kept.text }}{{ m.content }}.{% endif %}{% endfor %}"
     )
-    renderer = ChatRenderer("t", held_back, TOKENS, "answers")
+    renderer = answering(held_back)
     assert renderer.render(row(TURNS[:2]))[1] == [(6, 15)]
     with pytest.raises(ValueError, match="writes another message's text in the turn of message 2"):
         renderer.render(row([said("system", "Be brief"), *TURNS[:2]]))
@@ -213,6 +213,6 @@ def test_a_text_that_is_held_back_until_the_answer_is_a_bad_row() -> None:
 
 @pytest.mark.parametrize("role", ["model", "Assistant", "gpt"])
 def test_another_name_for_the_assistant_makes_a_bad_row(role: str) -> None:
-    renderer = ChatRenderer("t", LOOP + ASKS, TOKENS, "answers")
+    renderer = answering(LOOP + ASKS)
     with pytest.raises(ValueError, match=f"an assistant's message, found those of user, {role}"):
         renderer.render(row([said("user", "Why?"), said(role, "Because")]))

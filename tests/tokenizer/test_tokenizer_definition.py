@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.hub import StandInHub
 from tokenloom_server.config.data_roots import DataRoots
@@ -244,21 +243,6 @@ def test_a_tokeniser_that_encodes_at_random_is_refused(find: Find) -> None:
         TokenizerError, match=r"model.dropout = 0.1, which encodes at random; set it to null"
     ):
         find("random")
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype"),
-    [
-        (2, np.uint8),
-        (256, np.uint8),
-        (257, np.uint16),
-        (65536, np.uint16),
-        (65537, np.uint32),
-        (2**32, np.uint32),
-    ],
-)
-def test_ids_travel_in_the_narrowest_type(size: int, dtype: type[np.generic]) -> None:
-    assert id_dtype(size) == np.dtype(dtype)
 
 
 def test_a_vocabulary_wider_than_the_wire_is_refused() -> None:

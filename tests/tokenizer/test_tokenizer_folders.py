@@ -318,41 +318,40 @@ def test_the_end_that_special_tokens_map_names_is_the_end(
     assert known.digest == find_tokenizer(".", write(tmp_path / "d", made["t5"], {})).digest
 
 
+def of_class(name: str, **more: Any) -> Files:
+    return {"tokenizer_config": {"tokenizer_class": name, **more}}
+
+
 REFUSED: list[tuple[str, Files, str]] = [
     (
         "llama_of_old",
-        {"tokenizer_config": {"tokenizer_class": "LlamaTokenizer"}},
+        of_class("LlamaTokenizer"),
         "'LlamaTokenizer' builds another",
     ),
     ("digits", {"config": {"model_type": "starcoder2"}}, "'GPT2Tokenizer' builds another"),
     (
         "byte_level",
-        {"tokenizer_config": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}},
+        of_class("GPT2Tokenizer", add_prefix_space=True),
         "'GPT2Tokenizer' builds another",
     ),
     (
         "bert",
-        {"tokenizer_config": {"tokenizer_class": "BertTokenizer", "do_lower_case": False}},
+        of_class("BertTokenizer", do_lower_case=False),
         "'BertTokenizer'",
     ),
     (
         "gemma",
-        {"tokenizer_config": {"tokenizer_class": "MarianTokenizer"}},
+        of_class("MarianTokenizer"),
         "'MarianTokenizer' does not read",
     ),
     (
         "gemma",
-        {"tokenizer_config": {"tokenizer_class": "XGLMTokenizer"}},
+        of_class("XGLMTokenizer"),
         "'XGLMTokenizer' builds another",
     ),
     (
         "byte_level",
-        {
-            "tokenizer_config": {
-                "tokenizer_class": "OwnTokenizer",
-                "auto_map": {"AutoTokenizer": ["own.Own", None]},
-            }
-        },
+        of_class("OwnTokenizer", auto_map={"AutoTokenizer": ["own.Own", None]}),
         r"'OwnTokenizer' is code in the folder \(auto_map\)",
     ),
     (
@@ -437,7 +436,7 @@ def test_what_its_class_builds_is_taken_once_it_is_saved_and_its_class_is_set(
     name: str, legacy: bool | None, made: dict[str, str], tmp_path: Path
 ) -> None:
     class_name = "GPT2Tokenizer" if legacy is None else "LlamaTokenizer"
-    files = {"tokenizer_config": {"tokenizer_class": class_name, "legacy": legacy}}
+    files = of_class(class_name, legacy=legacy)
     with pytest.raises(TokenizerError, match=r"in another folder, .* and do the same there"):
         find_tokenizer(".", write(tmp_path / "a", made[name], files))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "a")
@@ -454,13 +453,7 @@ def test_what_its_class_builds_is_taken_once_it_is_saved_and_its_class_is_set(
 def test_another_unknown_token_is_no_matter_where_each_byte_has_a_piece(
     made: dict[str, str], tmp_path: Path
 ) -> None:
-    files = {
-        "tokenizer_config": {
-            "tokenizer_class": "LlamaTokenizer",
-            "legacy": False,
-            "unk_token": "<unk>",
-        }
-    }
+    files = of_class("LlamaTokenizer", legacy=False, unk_token="<unk>")
     document = json.loads(made["llama"])
     document["model"] |= {"unk_token": "<unk>", "fuse_unk": False}
     same_as_transformers(write(tmp_path / "a", json.dumps(document), files))
@@ -474,10 +467,7 @@ def test_another_unknown_token_is_no_matter_where_each_byte_has_a_piece(
 def test_the_file_is_what_counts_once_its_class_is_set_to_that(
     made: dict[str, str], tmp_path: Path
 ) -> None:
-    files = {
-        "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"},
-        "config": {"model_type": "starcoder2"},
-    }
+    files = of_class("PreTrainedTokenizerFast") | {"config": {"model_type": "starcoder2"}}
     same_as_transformers(write(tmp_path, made["digits"], files))
 
 
