@@ -24,7 +24,7 @@ from tokenloom_server.errors import ConfigError
 from tokenloom_tools.cli.command import add_command
 from tokenloom_tools.cli.common import LogFormat, logs_json, set_up_logging
 from tokenloom_tools.cli.config import SETTINGS, ConfigFile, show
-from tokenloom_tools.cli.options import DATA, MixtureOptions
+from tokenloom_tools.cli.options import DATA, MixtureOptions, amounts, local_cpus
 from tokenloom_tools.cli.root import App
 from tokenloom_tools.cli.token import MadeToken, make_token
 
@@ -232,13 +232,10 @@ class ServerAccess:
         """The tokens that callers show, and the server's TLS. Raises ``ConfigError``."""
         from tokenloom_server.api.auth import Access
         from tokenloom_server.api.tls import Tls
+        from tokenloom_server.api.tokens import watched_tokens
 
         tls = Tls.load(self.tls_cert, self.tls_key, self.tls_client_ca)
-        named = None
-        if self.tokens is not None:
-            from tokenloom_server.api.tokens import watched_tokens
-
-            named = watched_tokens(self.tokens)
+        named = watched_tokens(self.tokens) if self.tokens is not None else None
         return Access.find(
             os.environ, made.file if made else self.token_file, self.read_token_file, tls, named
         )
@@ -302,8 +299,6 @@ class Readers:
             return None
         from tokenloom_server.workers.cluster.connection import Needs
         from tokenloom_server.workers.cluster.readers.link import ReaderOptions
-
-        from tokenloom_tools.cli.options import amounts, local_cpus
 
         address, cpus = local_cpus("--readers", self.readers)
         if address != "auto" and cpus is None:
