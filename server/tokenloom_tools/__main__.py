@@ -33,11 +33,7 @@ def main() -> None:
 
             gc.enable()
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in (
-            "tokenloom_server",
-            "tokenloom_tools",
-            "tokenloom_proto",
-        ):
+        if (error.name or "").startswith("tokenloom_"):
             raise
         sys.exit(
             f"tokenloom: the command needs the server's packages, and {error.name!r} is not installed.\n"

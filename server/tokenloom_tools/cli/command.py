@@ -99,11 +99,12 @@ def _options(called: Callable[..., Any]) -> Iterator[inspect.Parameter]:
 
 def _called(called: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     """A function or a dataclass, with the values of its options."""
-    kinds = {parameter.name: parameter.annotation for parameter in _parameters(called)}
     return called(
         **{
-            name: _called(kind, values) if _is_group(kind) else values[name]
-            for name, kind in kinds.items()
+            each.name: _called(each.annotation, values)
+            if _is_group(each.annotation)
+            else values[each.name]
+            for each in _parameters(called)
         }
     )
 

@@ -347,13 +347,10 @@ class ServerAccess:
         """The tokens that callers show, and the server's TLS. Raises ``ConfigError``."""
         from tokenloom_server.api.auth import Access
         from tokenloom_server.api.tls import Tls
+        from tokenloom_server.api.tokens import watched_tokens
 
         tls = Tls.load(self.tls_cert, self.tls_key, self.tls_client_ca)
-        named = None
-        if self.tokens is not None:
-            from tokenloom_server.api.tokens import watched_tokens
-
-            named = watched_tokens(self.tokens)
+        named = watched_tokens(self.tokens) if self.tokens is not None else None
         return Access.find(
             os.environ, made.file if made else self.token_file, self.read_token_file, tls, named
         )
@@ -417,8 +414,6 @@ class Readers:
             return None
         from tokenloom_server.workers.cluster.connection import Needs
         from tokenloom_server.workers.cluster.readers.link import ReaderOptions
-
-        from tokenloom_tools.cli.options import amounts, local_cpus
 
         address, cpus = local_cpus("--readers", self.readers)
         if address != "auto" and cpus is None:

@@ -256,16 +256,16 @@ class Endpoint(grpc.GenericRpcHandler):
 
     def _handler_of_other(self, details: grpc.HandlerCallDetails) -> Any:
         """What serves a call of one of gRPC's own services."""
-        handlers = (other.service(details) for other in self._others)
-        if (known := next(filter(None, handlers), None)) is not None:
-            return known
+        for other in self._others:
+            if handler := other.service(details):
+                return handler
         # Reflection. Not at the top: no trainer asks for it, and a start would wait 5 ms for it.
         from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
         names = (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         servicer = reflection.aio.ReflectionServicer(names)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, self)
-        return self._others[-1].service(details)
+        return self._handler_of_other(details)
 
     async def _refuse(self, method: str, error: TokenloomError, _: object, context: Any) -> None:
         self._access.refusals.note(method, unquote(context.peer()), str(error))
