@@ -26,7 +26,7 @@ from tokenloom_server.core.control_characters import escaped
 from tokenloom_server.errors import ConfigError
 
 from tokenloom_tools.cli.command import App, add_command
-from tokenloom_tools.cli.options import DATA, MixtureOptions
+from tokenloom_tools.cli.options import DATA, MixtureOptions, amounts, local_cpus
 from tokenloom_tools.cli.output import LogFormat, logs_json, say, set_up_logging
 from tokenloom_tools.cli.token import MadeToken, make_token
 
