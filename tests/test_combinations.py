@@ -9,6 +9,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from tokenloom_server.sources.catalog import BUILT_IN
 #: Three shards of each source.
 IDS = [id_rows(9, 1, 40), [[], *id_rows(7, 2, 60)], id_rows(8, 3, 30)]
 TEXTS = [text_rows(9, 4, 9), ["", *text_rows(7, 5, 12)], text_rows(8, 6, 6)]
-#: How many samples behind each index are compared.
+#: How many samples behind each index are compared, with the states behind them.
 AHEAD = 3
 #: Every so many indices the whole rest is.
 WHOLE_EVERY = 23
@@ -191,7 +192,7 @@ def taken(
     return ids, [group.state_after(step) for step in range(steps)], pipeline.ended
 
 
-def goes_on_from_every_sample_index(spec: str, shuffle: str, packing: str, folder: Path) -> None:
+def goes_on_from_every_sample_index(folder: Path, spec: str, shuffle: str, packing: str) -> None:
     source = {"source": spec, "epochs": 1.5, **SHUFFLES[shuffle]}
     root = {"policy": "sequential", "children": [source]}
     order = order_of(folder, mixture(mixture=root, **PACKINGS[packing]))
@@ -210,29 +211,39 @@ def goes_on_from_every_sample_index(spec: str, shuffle: str, packing: str, folde
         assert rest_states == states[at:][: limit or len(states)]
 
 
-#: Of all combinations so many that every scheme is with every shuffle and every packing, and these with each other.
+#: Of all combinations so many that every shuffle is with every scheme and with every packing.
 PAIRS = [
-    (scheme, list(SHUFFLES)[(i + j) % len(SHUFFLES)], packing)
+    (scheme, shuffle, list(PACKINGS)[(i + j) % len(PACKINGS)])
     for i, scheme in enumerate(SCHEMES)
-    for j, packing in enumerate(PACKINGS)
+    for j, shuffle in enumerate(SHUFFLES)
 ]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """A folder with the files of a source of a scheme, written when they are first wanted, and its spec."""
+
+    def write(scheme: str) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp(scheme)
+        return folder, SCHEMES[scheme](folder)
+
+    return cache(write)
 
 
 @pytest.mark.parametrize(("scheme", "shuffle", "packing"), PAIRS)
 def test_a_run_goes_on_from_every_sample_index(
-    scheme: str, shuffle: str, packing: str, tmp_path: Path
+    scheme: str, shuffle: str, packing: str, written: Callable[[str], tuple[Path, str]]
 ) -> None:
-    goes_on_from_every_sample_index(SCHEMES[scheme](tmp_path), shuffle, packing, tmp_path)
+    goes_on_from_every_sample_index(*written(scheme), shuffle, packing)
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_run_goes_on_from_every_sample_index_in_every_combination(
-    scheme: str, shuffle: str, tmp_path: Path
+    scheme: str, shuffle: str, written: Callable[[str], tuple[Path, str]]
 ) -> None:
-    spec = SCHEMES[scheme](tmp_path)
     for packing in PACKINGS:
-        goes_on_from_every_sample_index(spec, shuffle, packing, tmp_path)
+        goes_on_from_every_sample_index(*written(scheme), shuffle, packing)
 
 
 @contextmanager
@@ -282,10 +293,10 @@ def test_every_entry_reads_every_scheme(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_row_has_one_bound_in_all_formats_from_wherever_it_is_read(
-    tmp_path: Path, scheme: str
+    scheme: str, written: Callable[[str], tuple[Path, str]]
 ) -> None:
-    spec = SCHEMES[scheme](tmp_path)
-    whole = opened(tmp_path, spec, end=VOCAB - 2)
+    folder, spec = written(scheme)
+    whole = opened(folder, spec, end=VOCAB - 2)
     sizes = [
         [size for rows in whole.read(shard, 0) for size in columns.byte_sizes(rows.column).tolist()]
         for shard in range(len(whole.shards))
@@ -293,7 +304,7 @@ def test_a_row_has_one_bound_in_all_formats_from_wherever_it_is_read(
     longest = max(max(each, default=0) for each in sizes)
     shard = next(shard for shard, each in enumerate(sizes) if longest in each)
     last = sizes[shard].index(longest)
-    source = opened(tmp_path, spec, end=VOCAB - 2, most_bytes=longest - 1, skip_bad=True)
+    source = opened(folder, spec, end=VOCAB - 2, most_bytes=longest - 1, skip_bad=True)
     for row in range(last + 1):
         reached = row
         with pytest.raises(SourceError, match=rf"row {last} has {longest} bytes, .*max_row_mib"):

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.corpora import CODE, DOCS, WIKI, flat, order_of, write_corpus
-from support.messages import message_of, step_numbers
+from support.messages import PACKINGS, layout_of, message_of, step_numbers
 from tokenloom.batch.layout import IGNORED, OPTIONAL_COLUMNS, Batch, Layout
 from tokenloom.batch.packed import Message
 from tokenloom.batch.tensors import TensorMaker
@@ -30,26 +30,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def layout_of(order: PipelineFactory, *asked: str) -> Layout:
-    """As a Join makes it."""
-    return Layout(
-        batch_size=BATCH,
-        sequence_length=order.config.sequence_length,
-        id_type=order.record.dtype.newbyteorder("<").str,
-        shifted=order.config.labels == "shifted",
-        lengths=order.form.lengths,
-        pads_left=order.form.padding == "left",
-        loss_masks=order.form.masked,
-        mask_boundaries=order.config.mask_boundaries,
-        columns=frozenset(asked),
-    )
-
-
 def batches(
     order: PipelineFactory, *asked: str
 ) -> Iterator[tuple[Batch, list[list[DocumentSpan]]]]:
     """The batches of a run on one rank, and what each sample is made of; nothing for one of padding."""
-    state, layout = order.initial(), layout_of(order, *asked)
+    state, layout = order.initial(), layout_of(order, BATCH, *asked)
     parts = {i: order.spans(i, source, 10_000) for i, source in enumerate(state.sources)}
     pipeline, maker = order.pipeline(state), TensorMaker(layout)
     plan = BatchPlan(start_index=0, world_size=1, batch_size=BATCH, group_micro_steps=2)
@@ -66,17 +51,6 @@ def batches(
                 batch,
                 [next(parts[i]) if i != PADDING else [] for i in batch["source_ids"].tolist()],
             )
-
-
-PACKINGS: dict[str, dict[str, Any]] = {
-    "concat": {"packing": "concat"},
-    "concat, tail padded": {"packing": "concat", "tail": "pad"},
-    "concat, tail padded on the left": {"packing": "concat", "tail": "pad", "padding": "left"},
-    "best fit": {"packing": "best_fit", "pack_window_rows": 9},
-    "best fit, left": {"packing": "best_fit", "pack_window_rows": 9, "padding": "left"},
-    "none, left": {"packing": "none", "padding": "left"},
-    "none, split": {"packing": "none", "long_rows": "split"},
-}
 
 
 def order(folder: Path, name: str, labels: str, **fields: Any) -> PipelineFactory:

@@ -100,7 +100,7 @@ def hang(server: ServerProcess, trainers: ExitStack) -> set[int]:
     wait_for(Path("asleep").exists, "the function")
     children = {pid for pid, parent, _ in processes() if parent == server.pid}
     wait_for(
-        lambda: any(pid in children and ticks > 300 for pid, _, ticks in processes()),
+        lambda: any(pid in children and ticks > 150 for pid, _, ticks in processes()),
         "the template",
     )
     return children | {pid for pid, parent, _ in processes() if parent in children}

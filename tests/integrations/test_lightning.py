@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.tuner import Tuner
 from support.forks import Forks
 from support.killed import EXAMPLES, kill_and_resume, two_runs
 from support.served import url_of
-from tokenloom import TokenLRScheduler
-from tokenloom.integrations.lightning import TokenloomDataModule, TokenLRModule
 
 # Lightning's own use of what torch and it have deprecated.
 pytestmark = [
@@ -80,68 +74,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-class Model(TokenLRModule):
-    """A table of logits; notes what it was trained on, and at which rate."""
-
-    def __init__(self, interval: str = "step") -> None:
-        super().__init__()
-        self.table = torch.nn.Embedding(258, 258)
-        self.interval = interval
-        self.batch_size = 0
-        self.trained: list[int] = []
-        self.rates: list[float] = []
-        self.labels: list[int] = []
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        self.trained += batch["sample_ids"].tolist()
-        self.labels.append(batch["global_label_tokens"])
-        self.rates.append(self.optimizers().param_groups[0]["lr"])
-        return torch.nn.functional.cross_entropy(
-            self.table(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
-        )
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        scheduler = TokenLRScheduler(optimizer, warmup_tokens=0, target_tokens=ROWS * LENGTH)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": self.interval},
-        }
-
-
-class States(Callback):
-    """What a checkpoint made behind each batch would hold."""
-
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        self.indices.append(index_of(data.state_dict()))
-        assert self.indices[-1] == data.sample_index
-
-
-def index_of(state: dict[str, Any]) -> int:
-    found: int = json.loads(state["tokenloom"])["sample_index"]
-    return found
-
-
-def trainer(*callbacks: Callback, **options: Any) -> Trainer:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": any(
-            isinstance(callback, ModelCheckpoint) for callback in callbacks
-        ),
-        "max_epochs": 1,
-    }
-    return Trainer(callbacks=list(callbacks), **(quiet | options))
-
-
 def test_state_and_rate_are_those_of_the_batch_that_was_trained_on(server: str) -> None:
     # Without a length Lightning fetches one batch more than it trains on.
+    from lightning_fits import Model, States, index_of, trainer
+    from tokenloom.integrations.lightning import TokenloomDataModule
+
     model, states = Model(), States()
     fit = trainer(states, max_steps=3, max_epochs=-1, accumulate_grad_batches=2)
     data = TokenloomDataModule(f"{server}/straight", 2)
@@ -161,6 +98,10 @@ def test_state_and_rate_are_those_of_the_batch_that_was_trained_on(server: str) 
 def test_epochs_of_some_batches_follow_each_other_and_resume_within(
     server: str, tmp_path: Path
 ) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning_fits import Model, States, trainer
+    from tokenloom.integrations.lightning import TokenloomDataModule
+
     def checkpoint() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path, save_last=True, save_top_k=0, every_n_train_steps=5)
 
@@ -183,6 +124,9 @@ def test_epochs_of_some_batches_follow_each_other_and_resume_within(
 
 
 def test_a_second_fit_goes_on_where_the_first_ended(server: str) -> None:
+    from lightning_fits import Model, trainer
+    from tokenloom.integrations.lightning import TokenloomDataModule
+
     model = Model()
     data = TokenloomDataModule(f"{server}/twice", 2)
     # Lightning leaves the epoch by max_steps and makes a new iterator in the next fit: what it had fetched is dropped.
@@ -199,6 +143,10 @@ def test_a_second_fit_goes_on_where_the_first_ended(server: str) -> None:
 def test_a_checkpoint_between_the_batches_of_a_step_goes_on_from_the_last_step(
     server: str, tmp_path: Path
 ) -> None:
+    from lightning.pytorch import Callback, Trainer
+    from lightning_fits import Model, trainer
+    from tokenloom.integrations.lightning import TokenloomDataModule
+
     class Interrupted(Callback):
         def __init__(self, batch: int) -> None:
             self.batch = batch
@@ -234,6 +182,10 @@ def test_a_checkpoint_between_the_batches_of_a_step_goes_on_from_the_last_step(
 
 
 def test_a_step_that_raises_is_not_counted(server: str) -> None:
+    import torch
+    from lightning_fits import Model, index_of, trainer
+    from tokenloom.integrations.lightning import TokenloomDataModule
+
     class Raises(Model):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
             if batch_idx == 2:
@@ -249,6 +201,9 @@ def test_a_step_that_raises_is_not_counted(server: str) -> None:
 
 
 def test_a_fit_ends_with_the_data(server: str) -> None:
+    from lightning_fits import Model, index_of, trainer
+    from tokenloom.integrations.lightning import TokenloomDataModule
+
     model = Model()
     data = TokenloomDataModule(f"{server}/ends", 4)
     fit = trainer(max_epochs=-1)
@@ -268,6 +223,11 @@ def test_a_fit_ends_with_the_data(server: str) -> None:
 def test_the_search_for_a_rate_leaves_the_data_where_they_were_and_that_for_a_batch_size_is_refused(
     server: str, tmp_path: Path
 ) -> None:
+    from lightning.pytorch.callbacks import LearningRateFinder
+    from lightning.pytorch.tuner import Tuner
+    from lightning_fits import Model, trainer
+    from tokenloom.integrations.lightning import TokenloomDataModule
+
     found = Model()
     data = TokenloomDataModule(f"{server}/tuned", 2)
     fit = trainer(max_steps=4, default_root_dir=tmp_path)
@@ -299,6 +259,9 @@ def test_the_search_for_a_rate_leaves_the_data_where_they_were_and_that_for_a_ba
 def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of_it(
     server: str,
 ) -> None:
+    from lightning_fits import Model, States, index_of, trainer
+    from tokenloom.integrations.lightning import TokenloomDataModule
+
     class Validated(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -330,6 +293,11 @@ def test_validation_has_the_same_samples_each_time_and_training_knows_nothing_of
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
 def test_what_would_train_otherwise_than_it_says_is_refused(server: str, tmp_path: Path) -> None:
+    import torch
+    from lightning.pytorch import LightningModule
+    from lightning_fits import Model, trainer
+    from tokenloom.integrations.lightning import TokenloomDataModule
+
     def refused(
         message: str, model: LightningModule, ckpt_path: Path | None = None, **options: Any
     ) -> None:

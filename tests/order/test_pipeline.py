@@ -197,12 +197,14 @@ def test_the_rest_from_every_sample_equals_the_uninterrupted_run_twice_in_a_row(
         again = reread(order, state)
         assert again == state
         rest = steps(order, again, group_micro_steps=1 + k % 7, burst=1 + k % 4)
-        if k % 9 and k < len(uninterrupted) - 3:
-            # A short way on, then from there once more: what works once may break the second time.
+        if k % 30 and k < len(uninterrupted) - 3:
+            # Two steps and the states behind them: what follows an equal state is compared where that stood.
             ahead = [next(rest), next(rest)]
             assert ahead == uninterrupted[k : k + 2]
-            again = reread(order, ahead[-1].state)
-            assert next(steps(order, again, group_micro_steps=3)) == uninterrupted[k + 2]
+            if k % 7 == 0:
+                # From there once more: what works once may break the second time.
+                again = reread(order, ahead[-1].state)
+                assert next(steps(order, again, group_micro_steps=3)) == uninterrupted[k + 2]
         else:
             assert list(rest) == uninterrupted[k:]
 

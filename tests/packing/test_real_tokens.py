@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.corpora import CODE, DOCS, PROSE, WIKI, advanced, flat, numbers, order_of, write_corpus
-from support.messages import message_of
-from tokenloom.batch.layout import IGNORED, Batch, Layout
+from support.messages import PACKINGS, layout_of, message_of
+from tokenloom.batch.layout import IGNORED, Batch
 from tokenloom.batch.tensors import TensorMaker
 from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.pipeline import Pipeline
@@ -38,23 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def layout_of(order: PipelineFactory) -> Layout:
-    return Layout(
-        batch_size=BATCH,
-        sequence_length=order.config.sequence_length,
-        id_type=order.record.dtype.newbyteorder("<").str,
-        shifted=order.config.labels == "shifted",
-        lengths=order.form.lengths,
-        pads_left=order.form.padding == "left",
-        loss_masks=order.form.masked,
-        mask_boundaries=order.config.mask_boundaries,
-        columns=frozenset({"attention_mask"}),
-    )
-
-
 def steps(order: PipelineFactory, pipeline: Pipeline | None = None) -> Iterator[list[Batch]]:
     """The batches of all ranks, step by step, from what each rank's stream carries. Groups are filled in bursts."""
-    layout = layout_of(order)
+    layout = layout_of(order, BATCH, "attention_mask")
     pipeline = pipeline or order.pipeline(order.initial())
     maker = TensorMaker(layout)
     plan = BatchPlan(
@@ -78,18 +64,6 @@ def recount(order: PipelineFactory, batches: list[Batch]) -> tuple[int, int]:
     first = 1 if order.config.labels == "same" else 0
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     return tokens, sum(int((batch["labels"][:, first:] != IGNORED).sum()) for batch in batches)
-
-
-PACKINGS: dict[str, dict[str, Any]] = {
-    "concat": {"packing": "concat"},
-    "concat, tail padded": {"packing": "concat", "tail": "pad"},
-    "concat, tail padded on the left": {"packing": "concat", "tail": "pad", "padding": "left"},
-    "best fit": {"packing": "best_fit", "pack_window_rows": 9},
-    "best fit, left": {"packing": "best_fit", "pack_window_rows": 9, "padding": "left"},
-    "none": {"packing": "none"},
-    "none, left": {"packing": "none", "padding": "left"},
-    "none, split": {"packing": "none", "long_rows": "split"},
-}
 
 
 @pytest.mark.parametrize(("boundaries", "last_micro_step"), [(False, "pad"), (True, "drop")])

@@ -7,7 +7,35 @@ from typing import Any
 
 from tokenloom.batch.layout import Layout, StepNumbers
 from tokenloom.batch.packed import Message
+from tokenloom_server.order.factory import PipelineFactory
 from tokenloom_server.order.steps import StepGroup
+
+#: Every packing with what changes the tensors of a sample, as fields of a mixture file.
+PACKINGS: dict[str, dict[str, Any]] = {
+    "concat": {"packing": "concat"},
+    "concat, tail padded": {"packing": "concat", "tail": "pad"},
+    "concat, tail padded on the left": {"packing": "concat", "tail": "pad", "padding": "left"},
+    "best fit": {"packing": "best_fit", "pack_window_rows": 9},
+    "best fit, left": {"packing": "best_fit", "pack_window_rows": 9, "padding": "left"},
+    "none": {"packing": "none"},
+    "none, left": {"packing": "none", "padding": "left"},
+    "none, split": {"packing": "none", "long_rows": "split"},
+}
+
+
+def layout_of(order: PipelineFactory, batch_size: int, *columns: str) -> Layout:
+    """As a Join makes it."""
+    return Layout(
+        batch_size=batch_size,
+        sequence_length=order.config.sequence_length,
+        id_type=order.record.dtype.newbyteorder("<").str,
+        shifted=order.config.labels == "shifted",
+        lengths=order.form.lengths,
+        pads_left=order.form.padding == "left",
+        loss_masks=order.form.masked,
+        mask_boundaries=order.config.mask_boundaries,
+        columns=frozenset(columns),
+    )
 
 
 def step_numbers(
