@@ -41,6 +41,7 @@ from tokenloom import (
     Source,
     snapshot,
 )
+from tokenloom.connection import channel
 from tokenloom.integrations.stateful import StatefulLoader
 from tokenloom_proto.seal import SNAPSHOT_VERSION, seal, unseal
 from torch.utils.data import DataLoader
@@ -440,20 +441,39 @@ def elsewhere() -> Iterator[str]:
             server.stdin.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*")
 def test_one_worker_reads_the_batches_and_the_trainers_copy_does_not_pretend_to_have_the_state(
-    elsewhere: str,
+    elsewhere: str, tmp_path: Path
 ) -> None:
-    dataset = RemoteDataset(elsewhere, 2)
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
-    batches = [batch["sample_ids"].tolist() for batch in loader]
-    with pytest.raises(RuntimeError, match="read in a DataLoader worker"):
-        dataset.state_dict()
-    with pytest.raises(RuntimeError, match="joined the run in another process"):
-        iter(dataset)
-    assert "joined in process" in repr(dataset)
+    trainer, output = tmp_path / "trainer.py", tmp_path / "output.txt"
+    # In a process that has not used gRPC: a fork of one that has may hang.
+    trainer.write_text(
+        "import sys, pytest; from torch.utils.data import DataLoader; from tokenloom import RemoteDataset\n"
+        "dataset = RemoteDataset(sys.argv[1], 2)\n"
+        "loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context='fork')\n"
+        "assert [batch['sample_ids'].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]\n"
+        "with pytest.raises(RuntimeError, match='read in a DataLoader worker'): dataset.state_dict()\n"
+        "with pytest.raises(RuntimeError, match='joined the run in another process'): iter(dataset)\n"
+        "assert 'joined in process' in repr(dataset)\n",
+        encoding="utf-8",
+    )
 
-    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    status = trainer_forks().fork(trainer, [elsewhere], output=output).wait()
+
+    assert (status, output.read_text(encoding="utf-8")) == (0, "")
+
+
+def test_a_fork_of_a_process_that_has_used_grpc_is_warned_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(Script(end_index=2)) as (_, url, _):
+        for opened_in in ({os.getpid()}, {os.getppid()}):
+            assert "forked from" not in caplog.text
+            monkeypatch.setattr(channel, "_opened_in", opened_in)
+            for _ in range(2):
+                with RemoteDataset(url, 1) as dataset:
+                    next(iter(dataset))
+
+    assert caplog.text.count("gRPC was used in the process that this one was forked from") == 1
 
 
 def test_a_spawned_worker_goes_on_where_the_trainers_copy_stood(elsewhere: str) -> None:

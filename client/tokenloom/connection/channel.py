@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import ssl
@@ -16,6 +17,8 @@ from tokenloom_proto.versions import unknown_service
 
 from tokenloom.errors import ServerUnavailable, TokenloomError, named
 
+log = logging.getLogger("tokenloom")
+
 FIRST_DELAY_S = 0.1
 #: High enough to spare a server that starts, low enough that training goes on soon after it has.
 MAX_DELAY_S = 5.0
@@ -23,6 +26,9 @@ MAX_DELAY_S = 5.0
 WARN_EVERY_S = 10.0
 #: How long a server may take to show its certificate, where that did not pass.
 _LOOK_S = 5.0
+
+#: The processes that have opened a channel, as far as this one and those that it was forked from know.
+_opened_in: set[int] = set()
 
 #: Characters of what a rank says that rank 0 says in full.
 SHORT = 120
@@ -53,6 +59,12 @@ def open_channel(address: Address, target: str, credentials: Credentials) -> grp
     if address.connect is not None:
         channel: grpc.Channel = address.connect()
         return channel
+    if _opened_in and os.getpid() not in _opened_in:
+        log.warning(
+            "gRPC was used in the process that this one was forked from, so it may wait here for ever: "
+            'use multiprocessing_context="spawn" or "forkserver", or ask a dataset nothing before the fork'
+        )
+    _opened_in.add(os.getpid())
     # Read when the first channel is made. gRPC would tell each fork of the trainer's that it skips its handlers, which
     # is right: a connection is the business of one process.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
