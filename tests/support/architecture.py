@@ -261,6 +261,8 @@ COORDINATOR = tuple(
             "producer",
             "sessions",
             "silent_ranks",
+            "takeover",
+            "timeline_changes",
         ),
     )
 )

@@ -12,19 +12,16 @@ but one: nothing is sent while an opening is written (``attempts``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from tokenloom_proto.threads import Background
 
-from tokenloom_server.errors import LedgerError, LedgerUnavailable, TokenloomError
+from tokenloom_server.errors import LedgerError, TokenloomError
 from tokenloom_server.ledger.records import StoredRun
 from tokenloom_server.order.steps import StepGroup
 from tokenloom_server.order.timeline import Timeline
 from tokenloom_server.run.active_generation import GenerationView
-from tokenloom_server.run.attempts import Attempts, Takeover
+from tokenloom_server.run.attempts import Attempts
 from tokenloom_server.run.committer import Committer
 from tokenloom_server.run.context import RunContext
 from tokenloom_server.run.generation import Waiting
@@ -37,84 +34,9 @@ from tokenloom_server.run.producer import Producer
 from tokenloom_server.run.sessions import Sessions
 from tokenloom_server.run.silent_ranks import SilentRanks
 from tokenloom_server.run.slot_claims import SlotClaims
+from tokenloom_server.run.takeover import Takeover
+from tokenloom_server.run.timeline_changes import TimelineChanges
 from tokenloom_server.run.views import RunView
-
-
-@dataclass(eq=False)
-class TimelineChanges:
-    """Those of one run; the caller holds ``one_change``. Thread-safe."""
-
-    _context: RunContext
-    _head: Head
-    _present: PresentGeneration
-    _lease: Lease
-    #: The run at the moment, for who holds the lock.
-    _view: Callable[[], RunView]
-
-    @contextmanager
-    def held(self, choose: Callable[[RunView], int]) -> Iterator[tuple[RunView, int]]:
-        """Makes production wait before the first sample index that is certainly not produced, or that ``choose`` gives,
-        until a new timeline is in force or an error ends the context: what is produced then knows of it. Raises
-        ``NotLeader``, and what ``choose`` does."""
-        with self._context.lock:
-            self._lease.require()
-            view = self._view()
-            index, was_closed = choose(view), view.generation.closed
-            # No rank comes back while a revision is written that closes the generation.
-            self._present.hold(
-                min(index, view.generation.first_unproduced),
-                was_closed or bool(view.closed_by(index)),
-            )
-        try:
-            yield view, index
-        except BaseException:
-            with self._context.lock:
-                if self._lease.state.epoch == view.lease.epoch:
-                    self._present.hold(None, was_closed)
-                    self._context.wakes.everyone()
-            raise
-
-    def write(
-        self,
-        epoch: int,
-        timeline: Timeline,
-        write: Callable[[int], int],
-        closed: StoredRun | None = None,
-    ) -> None:
-        """Writes a change of the timeline, and puts it in force once the ledger has it. ``write`` gets how many changes
-        of the revisions are acknowledged, and returns how many there are after it; ``closed``: what the ledger has
-        after it, where it closes the generation. Raises what ``write`` does."""
-        known = self._head.revision_changes
-        try:
-            changes = write(known)
-        except LedgerUnavailable as error:
-            with self._context.lock:
-                if self._lease.state.epoch == epoch:
-                    self._lease.await_ledger("a revision was written", error)
-            raise
-        self._context.measures.revisions.add(changes - known)
-        self.adopt(epoch, timeline, changes, closed)
-
-    def adopt(
-        self,
-        epoch: int,
-        timeline: Timeline,
-        changes: int | None = None,
-        closed: StoredRun | None = None,
-    ) -> None:
-        """Puts a timeline in force, and lets production go on under it. Changes nothing where the run was taken up
-        since at a newer epoch, with what the ledger has."""
-        head, present = self._head, self._present
-        with self._context.lock:
-            if self._lease.state.epoch == epoch:
-                present.hold(None)
-                begun = present.active is not None
-                head.revise(
-                    timeline, head.revision_changes if changes is None else changes, begun=begun
-                )
-                if begun and closed is not None:
-                    present.take_up(closed, epoch)
-                self._context.wakes.everyone()
 
 
 class RunCoordinator:

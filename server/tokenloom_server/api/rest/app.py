@@ -21,13 +21,14 @@ from tokenloom_server.api.rest.resources import (
     metrics,
     mixture,
     plan,
+    restore,
     runs,
     snapshots,
 )
 from tokenloom_server.api.rest.routes import Backend, Routes, refuse_unknown_parameters
 
 #: Each has ``ROUTES``. A new resource of the service is its module, and its name here.
-RESOURCES = (runs, history, plan, snapshots, mixture, health, metrics)
+RESOURCES = (runs, history, plan, snapshots, restore, mixture, health, metrics)
 
 
 class RestApp(FastAPI):
