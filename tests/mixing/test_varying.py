@@ -127,21 +127,15 @@ def test_epochs_and_limits_of_nodes_decide_what_their_sources_have_left() -> Non
     )
 
 
-def test_a_schedule_is_linear_between_its_points_and_constant_outside() -> None:
-    schedule = WeightCurve([[(100, 2), (300, 4)], [(0, 1)]], linear=True)
-    shares = [(tokens, *schedule.weights(tokens)) for tokens in (0, 100, 200, 250, 300, 10**15)]
-    assert [first / second for _, first, second in shares] == [2, 2, 3, 3.5, 4, 4]
-
-
-def test_a_stepped_schedule_stays_until_the_next_point() -> None:
-    schedule = WeightCurve([[(100, 2), (300, 4)], [(0, 1)]], linear=False)
-    assert [schedule.weights(t)[0] / schedule.weights(t)[1] for t in (0, 100, 299, 300, 301)] == [
-        2,
-        2,
-        2,
-        4,
-        4,
-    ]
+def test_a_schedule_is_linear_or_stepped_between_its_points_and_constant_outside() -> None:
+    for linear, known in (
+        (True, {0: 2, 100: 2, 200: 3, 250: 3.5, 300: 4, 10**15: 4}),
+        (False, {0: 2, 100: 2, 299: 2, 300: 4, 301: 4}),
+    ):
+        schedule = WeightCurve([[(100, 2), (300, 4)], [(0, 1)]], linear=linear)
+        for tokens, expected in known.items():
+            first, second = schedule.weights(tokens)
+            assert first / second == expected
 
 
 def test_a_weight_on_its_way_to_0_is_not_0_before() -> None:
