@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -466,9 +467,10 @@ def test_a_fork_of_a_process_that_has_used_grpc_is_warned_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(Script(end_index=2)) as (_, url, _):
-        for opened_in in ({os.getpid()}, {os.getppid()}):
+        for first in (os.getpid(), os.getppid()):
             assert "forked from" not in caplog.text
-            monkeypatch.setattr(channel, "_opened_in", opened_in)
+            channel._note_fork.cache_clear()
+            monkeypatch.setattr(channel, "_first_process", partial(int, first))
             for _ in range(2):
                 with RemoteDataset(url, 1) as dataset:
                     next(iter(dataset))

@@ -53,14 +53,6 @@ def test_shares_follow_new_weights_and_new_children_at_once(
     assert worst_distance(walk.leap(400), weights) <= 2
 
 
-def test_a_weight_that_was_small_is_not_starved_when_it_grows() -> None:
-    config = config_of("least_consumed", 1000, 1)
-    walk = Walk(config, [10**6] * 2)
-    walk.leap(5000)
-    walk.revise(changed(config, lambda root: root["children"][0].update(weight=1.0)), [10**6] * 2)
-    assert Counter(walk.leap(100)) in ({0: 50, 1: 50}, {0: 49, 1: 51}, {0: 51, 1: 49})
-
-
 def test_what_is_owed_is_within_a_sample_whatever_joins_or_leaves() -> None:
     owed = (-700, 300, 400, 0)
     found = carried(owed, (10, 20, 30, 0), (1, 0, 0, 1), 12)

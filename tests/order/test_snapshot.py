@@ -188,16 +188,9 @@ def test_two_hundred_sources_take_at_most_96_kilobytes() -> None:
         ),
         nodes=(tuple(ChildState(samples, 8 * samples, -(10**6)) for _ in specs),),
     )
-    template = dict.fromkeys(("manifest_digest", "config_digest"), "f" * 64) | {
-        "config": record.template(UID, "train", 1000)["config"],
-        "format": SNAPSHOT_FORMAT,
-        "version": SNAPSHOT_VERSION,
+    template = record.template(UID, "train", 1000) | {
         "run": "r" * 40,
-        "run_uid": UID,
-        "stream": "train",
-        "generation": 1000,
         "seed": 2**63 - 1,
-        "order_version": 3,
         "tokenizer": {"digest": "f" * 64, "engine": "gigatoken", "version": "0.10.0"},
     }
     resume_state = state_document.encode_state(state, shape)

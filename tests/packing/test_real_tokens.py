@@ -59,6 +59,10 @@ def steps(order: PipelineFactory, pipeline: Pipeline | None = None) -> Iterator[
             yield [cast("Batch", maker.batch(message, step)) for message in messages]
 
 
+def said(batch: Batch) -> tuple[int, int]:
+    return batch["global_tokens"], batch["global_label_tokens"]
+
+
 def recount(order: PipelineFactory, batches: list[Batch]) -> tuple[int, int]:
     """From the tensors alone."""
     first = 1 if order.config.labels == "same" else 0
@@ -85,8 +89,7 @@ def test_each_step_says_what_its_ranks_tensors_have(
     seen, samples = [], 0
     for batches in steps(order):
         samples += sum(int((batch["source_ids"] != PADDING).sum()) for batch in batches)
-        sent = {(batch["global_tokens"], batch["global_label_tokens"]) for batch in batches}
-        assert sent == {recount(order, batches)}
+        assert {said(batch) for batch in batches} == {recount(order, batches)}
         seen.append(batches)
         assert {batch["real_tokens"] for batch in batches} == {
             sum(own[0]["global_tokens"] for own in seen)
@@ -116,18 +119,14 @@ def test_boundaries_are_counted_where_rows_are_rearranged_or_read_in_turn(
     state, crossings = order.initial(), 0
     for number, batches in enumerate(steps(order)):
         tokens, label_tokens = recount(order, batches)
-        assert {(batch["global_tokens"], batch["global_label_tokens"]) for batch in batches} == {
-            (tokens, label_tokens)
-        }
+        assert {said(batch) for batch in batches} == {(tokens, label_tokens)}
         crossings += tokens - label_tokens
         if number == 1:
             # From a state in the midst, where blocks begin elsewhere.
             state = advanced(order, state, batches[0]["sample_index"])
     assert crossings > 20
     for batches in steps(order, order.pipeline(state)):
-        assert (batches[0]["global_tokens"], batches[0]["global_label_tokens"]) == recount(
-            order, batches
-        )
+        assert said(batches[0]) == recount(order, batches)
 
 
 def test_samples_that_are_always_full_are_not_looked_at(folder: Path) -> None:

@@ -71,20 +71,15 @@ def test_rows_are_what_the_library_reads_from_every_row_on(
     for spec in FIELDS:
         source, field = opened(tmp_path, f"mds:data:{spec}"), spec.partition(":")[0]
         assert source.content is (Content.TEXT if field == "text" else Content.IDS)
-        assert [source.row_count(shard) for shard in range(len(source.shards))] == [
-            0,
-            *map(len, reader),
-        ]
+        counts = [0, *map(len, reader)]
+        assert [source.row_count(shard) for shard in range(len(source.shards))] == counts
         assert len(reader) > 2
         for shard, samples in enumerate(reader, 1):
             rows = [plain(samples[i][field]) for i in range(len(samples))]
             for row in range(len(rows) + 1):
                 assert rows_of(source, row, shard) == rows[row:]
         assert rows_of(source, shard=0) == []
-        assert [source.blocks(shard)[-1] for shard in range(len(source.shards))] == [
-            0,
-            *map(len, reader),
-        ]
+        assert [source.blocks(shard)[-1] for shard in range(len(source.shards))] == counts
         with pytest.raises(SourceError, match=r"has \d+ rows, but row 99 was asked for"):
             rows_of(source, 99, 1)
 
@@ -163,20 +158,17 @@ def test_a_spec_may_say_the_type_of_bytes(tmp_path: Path) -> None:
 
 def test_what_does_not_lie_there_is_named(tmp_path: Path) -> None:
     write_mds(tmp_path / "data/train", COLUMNS, map(sample, range(30)), size_limit=4000)
-    with pytest.raises(
-        SourceError, match=r"there is no 'data/index.json'; give the folder .*in it: train/"
-    ):
-        opened(tmp_path, "mds:data:text")
-    with pytest.raises(
-        SourceError, match=r"there is no 'elsewhere/deep/index.json'.*the nearest folder"
-    ):
-        opened(tmp_path, "mds:elsewhere/deep:text")
     (tmp_path / "data/train/shard.00001.mds").unlink()
-    with pytest.raises(
-        SourceError,
-        match=r"index.json' lists 'shard.00001.mds', which is missing; copy the folder whole",
+    for place, says in (
+        ("data", r"there is no 'data/index.json'; give the folder .*in it: train/"),
+        ("elsewhere/deep", r"there is no 'elsewhere/deep/index.json'.*the nearest folder"),
+        (
+            "data/train",
+            r"index.json' lists 'shard.00001.mds', which is missing; copy the folder whole",
+        ),
     ):
-        opened(tmp_path, "mds:data/train:text")
+        with pytest.raises(SourceError, match=says):
+            opened(tmp_path, f"mds:{place}:text")
 
 
 #: Whose value is put into the first shard's entry of the index, and what the error says.

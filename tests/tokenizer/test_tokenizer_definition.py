@@ -41,11 +41,8 @@ def test_the_vocabulary_counts_added_tokens(find: Find) -> None:
     definition = find("plain")
 
     assert definition.vocab_size == 1503
-    assert [token.content for token in definition.added_tokens if not token.special] == [
-        "<tool>",
-        "@@user@@",
-        "<lazy>",
-    ]
+    added = [token.content for token in definition.added_tokens if not token.special]
+    assert added == ["<tool>", "@@user@@", "<lazy>"]
     assert definition.vocab_size == max(token.id for token in definition.added_tokens) + 1
 
 
@@ -122,25 +119,15 @@ def test_a_path_that_exists_is_meant_before_a_name_on_the_hub(
     (tmp_path / "org" / "tiny").mkdir(parents=True)
     shutil.copy(folder / "lower.json", tmp_path / "org" / "tiny" / "tokenizer.json")
 
-    assert (
-        find_tokenizer("org/tiny", tmp_path).digest == find_tokenizer("lower.json", folder).digest
-    )
-    assert (
-        find_tokenizer("org/tiny@main", tmp_path).digest
-        == find_tokenizer("plain.json", folder).digest
-    )
-    assert list(tokenizer_files("org/tiny", tmp_path))[:2] == [
-        "org/tiny",
-        "org/tiny/tokenizer.json",
-    ]
-    assert list(tokenizer_files("org/tiny@main", tmp_path)) == ["hf://org/tiny"]
-    DataRoots.of(["hf://org"]).check_paths(
-        "tokenizer", tmp_path, tokenizer_files("org/tiny@main", tmp_path)
-    )
+    for name, file in (("org/tiny", "lower.json"), ("org/tiny@main", "plain.json")):
+        assert find_tokenizer(name, tmp_path).digest == find_tokenizer(file, folder).digest
+    here = list(tokenizer_files("org/tiny", tmp_path))
+    assert here[:2] == ["org/tiny", "org/tiny/tokenizer.json"]
+    there = list(tokenizer_files("org/tiny@main", tmp_path))
+    assert there == ["hf://org/tiny"]
+    DataRoots.of(["hf://org"]).check_paths("tokenizer", tmp_path, there)
     with pytest.raises(ConfigError, match="'hf://org/tiny' lies below no data root"):
-        DataRoots.of([tmp_path]).check_paths(
-            "tokenizer", tmp_path, tokenizer_files("org/tiny@main", tmp_path)
-        )
+        DataRoots.of([tmp_path]).check_paths("tokenizer", tmp_path, there)
 
 
 @pytest.mark.parametrize(
@@ -307,12 +294,12 @@ def test_a_missing_end_lists_the_special_tokens(find: Find) -> None:
 
 def test_two_ends_are_ambiguous_but_an_end_of_turn_or_html_is_not(find: Find) -> None:
     plain = find("plain")
-    turn = replace(plain, added_tokens=(*plain.added_tokens, AddedToken("<|im_end|>", 8, True)))
-    html = replace(plain, added_tokens=(*plain.added_tokens, AddedToken("</s>", 8, False)))
-    two = replace(plain, added_tokens=(*plain.added_tokens, AddedToken("</s>", 8, True)))
+    turn, html, two = (
+        replace(plain, added_tokens=(*plain.added_tokens, AddedToken(name, 8, special)))
+        for name, special in (("<|im_end|>", True), ("</s>", False), ("</s>", True))
+    )
 
-    assert end_of_text_id(turn, None, needed=True) == 0
-    assert end_of_text_id(html, None, needed=True) == 0
+    assert end_of_text_id(turn, None, needed=True) == end_of_text_id(html, None, needed=True) == 0
     with pytest.raises(
         TokenizerError, match=r"has '<\|endoftext\|>' and '</s>', and nothing says which"
     ):

@@ -34,6 +34,14 @@ def _encoder(**options: Any) -> DocumentEncoder:
     return DocumentEncoder(None, **({"vocab_size": 100, "eot_id": EOT} | options))
 
 
+def _byte_encoder(engine: Any = None, **options: Any) -> DocumentEncoder:
+    return DocumentEncoder(engine or BytesEngine(), vocab_size=258, eot_id=256, **options)
+
+
+#: Of three texts, the second of which is no UTF-8.
+BUFFERS = (pa.py_buffer(np.array([0, 2, 4, 5], np.int32)), pa.py_buffer(b"ab\xff\xfec"))
+
+
 def _rows(documents: Documents) -> list[list[int]]:
     begins = [0, *documents.ends.tolist()]
     assert begins[-1] == len(documents.values)
@@ -149,12 +157,12 @@ def test_ids_of_an_engine_are_checked_before_they_are_narrowed() -> None:
             return Encoded(np.array([1, 70_000], np.uint32), np.array([1, 2]))
 
     with pytest.raises(TokenizerError, match="row 1: the id 70000 is outside the vocabulary"):
-        DocumentEncoder(Wide(), vocab_size=258, eot_id=256).encode(pa.array(["a", "b"]))
+        _byte_encoder(Wide()).encode(pa.array(["a", "b"]))
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
 def test_text_becomes_documents_with_nulls_and_slices(kind: Any) -> None:
-    encoder = DocumentEncoder(BytesEngine(), vocab_size=258, bos_id=257, eot_id=256)
+    encoder = _byte_encoder(bos_id=257)
     column = pa.array(["before", "ab", None, "", "é", "after"], kind).slice(1, 4)
     documents = encoder.encode(column)
 
@@ -164,23 +172,13 @@ def test_text_becomes_documents_with_nulls_and_slices(kind: Any) -> None:
 
 
 def test_a_null_text_over_hidden_characters_has_no_tokens() -> None:
-    offsets, characters = (
-        pa.py_buffer(np.array([0, 2, 4, 5], np.int32)),
-        pa.py_buffer(b"ab\xff\xfec"),
-    )
-    column = pa.StringArray.from_buffers(3, offsets, characters, pa.py_buffer(b"\x05"), 1)
-    documents = DocumentEncoder(BytesEngine(), vocab_size=258, eot_id=256).encode(column)
+    column = pa.StringArray.from_buffers(3, *BUFFERS, pa.py_buffer(b"\x05"), 1)
 
-    assert _rows(documents) == [[97, 98, 256], [], [99, 256]]
+    assert _rows(_byte_encoder().encode(column)) == [[97, 98, 256], [], [99, 256]]
 
 
 def test_text_that_is_not_utf8_is_refused_by_its_row() -> None:
-    offsets, characters = (
-        pa.py_buffer(np.array([0, 2, 4, 5], np.int32)),
-        pa.py_buffer(b"ab\xff\xfec"),
-    )
-    column = pa.StringArray.from_buffers(3, offsets, characters)
-    encoder = DocumentEncoder(BytesEngine(), vocab_size=258, eot_id=256)
+    column, encoder = pa.StringArray.from_buffers(3, *BUFFERS), _byte_encoder()
 
     with pytest.raises(TokenizerError, match="row 1: the text is not UTF-8"):
         encoder.encode(column)
@@ -202,15 +200,13 @@ def test_auto_does_not_double_an_end_that_parsed_text_brings(
 
 
 def test_columns_without_tokens_and_text_without_a_tokeniser_are_refused() -> None:
-    with pytest.raises(
-        TokenizerError,
-        match=r"a column of list<item: double> has no tokens; expected text, or lists",
+    for rows, says in (
+        ([[1.5]], r"a column of list<item: double> has no tokens; expected text, or lists"),
+        ([1], r"a column of int64 has no tokens"),
+        (["a"], r"text, but the run has no tokeniser; set tokenizer"),
     ):
-        _encoder().encode(pa.array([[1.5]]))
-    with pytest.raises(TokenizerError, match=r"a column of int64 has no tokens"):
-        _encoder().encode(pa.array([1]))
-    with pytest.raises(TokenizerError, match=r"text, but the run has no tokeniser; set tokenizer"):
-        _encoder().encode(pa.array(["a"]))
+        with pytest.raises(TokenizerError, match=says):
+            _encoder().encode(pa.array(rows))
 
 
 def test_ids_in_the_narrow_type_are_not_copied() -> None:

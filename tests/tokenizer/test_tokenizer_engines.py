@@ -26,7 +26,6 @@ from tokenloom_server.tokenizer.choose import (
 )
 from tokenloom_server.tokenizer.definition import TokenizerDefinition, find_tokenizer
 from tokenloom_server.tokenizer.engine import (
-    BytesEngine,
     Encoded,
     GigatokenEngine,
     TokenizersEngine,
@@ -135,14 +134,6 @@ def test_rows_stay_in_line_with_empty_ones_and_slices(find: Find, make: Any) -> 
             assert _equal(
                 engine_.encode(column.slice(begin, length)), ragged(alone[begin : begin + length])
             )
-
-
-def test_bytes_are_the_ids_of_the_bytes_engine() -> None:
-    column = _texts("skipped", "aé", "", "日", "skipped").slice(1, 3)
-    encoded = BytesEngine().encode(column)
-
-    assert encoded.values.tolist() == list("aé日".encode())
-    assert encoded.ends.tolist() == [3, 3, 6]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import random
 import ssl
 import time
+from functools import cache
 from itertools import cycle
 from textwrap import shorten
 
@@ -26,9 +27,6 @@ MAX_DELAY_S = 5.0
 WARN_EVERY_S = 10.0
 #: How long a server may take to show its certificate, where that did not pass.
 _LOOK_S = 5.0
-
-#: The processes that have opened a channel, as far as this one and those that it was forked from know.
-_opened_in: set[int] = set()
 
 #: Characters of what a rank says that rank 0 says in full.
 SHORT = 120
@@ -59,12 +57,7 @@ def open_channel(address: Address, target: str, credentials: Credentials) -> grp
     if address.connect is not None:
         channel: grpc.Channel = address.connect()
         return channel
-    if _opened_in and os.getpid() not in _opened_in:
-        log.warning(
-            "gRPC was used in the process that this one was forked from, so it may wait here for ever: "
-            'use multiprocessing_context="spawn" or "forkserver", or ask a dataset nothing before the fork'
-        )
-    _opened_in.add(os.getpid())
+    _note_fork(os.getpid())
     # Read when the first channel is made. gRPC would tell each fork of the trainer's that it skips its handlers, which
     # is right: a connection is the business of one process.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -72,6 +65,21 @@ def open_channel(address: Address, target: str, credentials: Credentials) -> grp
         return grpc.insecure_channel(target, options=_OPTIONS)
     tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.certificate)
     return grpc.secure_channel(target, tls, options=_OPTIONS)
+
+
+@cache  # said once
+def _note_fork(process: int) -> None:
+    if process != _first_process():
+        log.warning(
+            "gRPC was used in the process that this one was forked from, so it may wait here for ever: "
+            'use multiprocessing_context="spawn" or "forkserver", or ask a dataset nothing before the fork'
+        )
+
+
+@cache
+def _first_process() -> int:
+    """The one that opened a channel first: this one, or one that it was forked from."""
+    return os.getpid()
 
 
 class Channels:
