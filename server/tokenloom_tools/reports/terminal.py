@@ -402,31 +402,27 @@ def report(plan: RunPlan) -> Iterator[Table | str]:
 
 def _sources(plan: RunPlan) -> Table:
     begin = "its beginning" if not plan.from_tokens else f"sample {plan.from_sample_index:,}"
-    table = Table(
-        title=f"run {plan.run}: sequence length {plan.sequence_length:,}, planned from {begin}"
-    )
-    for heading in (
-        "source",
-        "rows",
-        "tokens per epoch",
-        "epochs",
-        "tokens",
-        "share",
-        "runs out at",
-    ):
-        table.add_column(heading, justify="left" if heading == "source" else "right")
-    for source in plan.sources:
-        out = source.exhausted_at_tokens
-        table.add_row(
+    rows = (
+        (
             source.alias,
             "—" if source.rows is None else f"{source.rows:,}",
             "—" if source.tokens_per_epoch is None else short(source.tokens_per_epoch),
             _epochs(source),
             short(source.tokens),
             f"{source.share:.2%}",
-            short(out) if out is not None else "is out" if source.exhausted else "—",
+            _runs_out(source),
         )
-    return table
+        for source in plan.sources
+    )
+    headings = ("source", "rows", "tokens per epoch", "epochs", "tokens", "share", "runs out at")
+    title = f"run {plan.run}: sequence length {plan.sequence_length:,}, planned from {begin}"
+    return table(headings, rows, title=title)
+
+
+def _runs_out(source: PlannedSource) -> str:
+    if source.exhausted_at_tokens is not None:
+        return short(source.exhausted_at_tokens)
+    return "is out" if source.exhausted else "—"
 
 
 def _epochs(source: PlannedSource) -> str:
@@ -444,16 +440,18 @@ def _shares(plan: RunPlan) -> Table:
     all_of_them = [
         PlanSegment(p.from_tokens, p.until_tokens, np.array(p.shares)) for p in plan.segments
     ]
-    real = "of real tokens " if plan.count == "real" else ""
-    table = Table(title=f"shares {real}over the run's tokens")
-    table.add_column("source")
     few = merged(all_of_them, SHOWN_SEGMENTS)
-    for segment in few:
-        table.add_column(f"{short(segment.begin)} – {short(segment.end)}", justify="right")
-    for source in plan.sources:
-        shares = (float(segment.shares[source.id]) for segment in few)
-        table.add_row(source.alias, *(f"{share:.2%}" if share else "—" for share in shares))
-    return table
+    rows = (
+        (source.alias, *(_share(float(segment.shares[source.id])) for segment in few))
+        for source in plan.sources
+    )
+    spans = (f"{short(segment.begin)} – {short(segment.end)}" for segment in few)
+    real = "of real tokens " if plan.count == "real" else ""
+    return table(("source", *spans), rows, title=f"shares {real}over the run's tokens")
+
+
+def _share(share: float) -> str:
+    return f"{share:.2%}" if share else "—"
 
 
 def print_trace(out: Console, run: str, trace: TracedSample | TracedMicroStep, text: bool) -> None:
