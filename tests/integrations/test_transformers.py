@@ -22,7 +22,7 @@ from tokenloom import (
     TokenLRScheduler,
     TokenProgress,
 )
-from tokenloom.integrations.transformers import TokenloomTrainer, last_checkpoint
+from tokenloom.integrations.transformers import TokenloomMixin, TokenloomTrainer, last_checkpoint
 from tokenloom.integrations.trl import TokenloomSFTTrainer
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -256,6 +256,24 @@ def test_a_trainer_that_passes_by_what_the_mixin_overrides_is_refused(
 
     with pytest.raises(RuntimeError, match=f"Trainer of transformers .* does not call its {part}"):
         trainer.train()
+
+
+def test_another_trainer_may_save_and_count_by_itself(
+    dataset: RemoteDataset, tmp_path: Path
+) -> None:
+    class SavesAdapters(Trainer):
+        def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+            """Saves no state of random numbers."""
+
+        def get_batch_samples(self, batches: Any, count: int, device: Any) -> Any:
+            return [next(batches) for _ in range(count)], torch.tensor(1, device=device)
+
+    class Mixed(TokenloomMixin, SavesAdapters):
+        pass
+
+    Mixed(model(), arguments(tmp_path, max_steps=1, save_steps=1), train_dataset=dataset).train()
+
+    assert (tmp_path / "checkpoint-1" / "tokenloom.json").is_file()
 
 
 def test_tokens_say_when_it_ends_what_the_rate_is_and_how_far_it_is(

@@ -54,7 +54,7 @@ TABLE = {
         "uvicorn",
         frozenset({"uvicorn.protocols.http.h11_impl.H11Protocol"}),
         "uvicorn<0.55",
-        "Http, when the server starts",
+        "Http, which is not made: REST answers nothing, and the log says why",
     ),
     "tokenloom_tools.moving": Part(
         "litdata and mosaicml-streaming",

@@ -257,10 +257,7 @@ class TokenloomMixin(_Trainer):
         self._called.clear()
         collect = super().get_batch_samples
         batches, items = collect(epoch_iterator, num_batches, device)
-        if (
-            collect.__func__ is Trainer.get_batch_samples
-        ):  # and not another trainer's, which counts by itself
-            self._require("_get_num_items_in_batch")
+        self._require("_get_num_items_in_batch", of=collect)
         if len(batches) < num_batches:
             # Trainer would neither step on some of its batches nor end by itself, nor save what it has.
             self.control.should_training_stop = self.control.should_log = True
@@ -349,9 +346,10 @@ class TokenloomMixin(_Trainer):
                 folder, self._tokenloom_dataset.state_dict(at=self._ends[self.state.global_step])
             )
         self._called.clear()
-        super()._save_checkpoint(model, trial, *rest, **named)
+        save = super()._save_checkpoint
+        save(model, trial, *rest, **named)
         if not self.args.save_only_model:
-            self._require("_save_rng_state")
+            self._require("_save_rng_state", of=save)
         self._saved_step = self.state.global_step
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -372,10 +370,12 @@ class TokenloomMixin(_Trainer):
             self._figures = {"loss": logs["loss"], "lr": logs["learning_rate"]}
         super().log(logs, *rest, **named)
 
-    def _require(self, part: str) -> None:
+    def _require(self, part: str, of: Callable[..., Any] | None = None) -> None:
         """Raises ``RuntimeError`` where Trainer has not called a part of its own that is not public, and that does more
-        here: losses or checkpoints would be wrong without a word."""
-        if part not in self._called:
+        here: losses or checkpoints would be wrong without a word. ``of``: the method that calls it, if that is
+        Trainer's: another trainer's may have no need of it."""
+        is_trainers = of is None or of.__module__ == Trainer.__module__
+        if is_trainers and part not in self._called:
             raise RuntimeError(
                 f"Trainer of transformers {transformers.__version__} does not call its {part}, through which "
                 "TokenloomMixin counts labels and saves where the data are; install an older release, or write a loop "

@@ -5,7 +5,6 @@ Commands of Joins (``join``, ``opening``).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,9 +29,6 @@ from tokenloom_server.run.lease import Lease
 from tokenloom_server.run.pins import Pins
 from tokenloom_server.run.present_generation import PresentGeneration
 from tokenloom_server.run.slot_claims import SlotClaims
-
-_log = logging.getLogger(__name__)
-
 
 #: Refused attempts that are remembered, so that waiting ranks hear why.
 _REMEMBERED_REFUSALS = 64

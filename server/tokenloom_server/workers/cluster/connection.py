@@ -145,7 +145,9 @@ def _start(
 ) -> None:
     place = re.fullmatch(r"auto|local|(?:ray://)?\[?([^/]+?)\]?:(\d+)", address)
     if place is None:
-        raise ConfigError(f"{where}: expected auto, local, HOST:PORT or ray://HOST:PORT")
+        raise ConfigError(
+            f"{where}: found {address!r}, expected auto, local, HOST:PORT or ray://HOST:PORT"
+        )
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     fault = f"no connection to Ray at {address}"
     remedy = (
@@ -167,7 +169,7 @@ def _start(
         ray.init(address, **options)
     except Exception as error:  # whatever Ray or its processes did not do
         # What Ray met, without where in its code that was.
-        said = re.sub(r"(?s)Traceback .*\n  .*?\n", "", str(error.__context__ or error))
+        said = re.sub(r"(?s)Traceback .*\n  .*?\n", "", str(error.__context__ or "") or str(error))
         raise ConfigError(f"{where}: {fault} ({' '.join(said.split())}); {remedy}") from None
 
 
