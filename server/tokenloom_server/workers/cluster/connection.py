@@ -146,7 +146,7 @@ def _start(
     place = re.fullmatch(r"auto|local|(?:ray://)?\[?([^/]+?)\]?:(\d+)", address)
     if place is None:
         raise ConfigError(
-            f"{where}: found {address!r}, expected auto, local, HOST:PORT or ray://HOST:PORT"
+            f"{where}: expected auto, local, HOST:PORT or ray://HOST:PORT, not {address!r}"
         )
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     fault = f"no connection to Ray at {address}"
