@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenloom_proto.files import read_file
 from tokenloom_server.config.catalog import Spec
+from tokenloom_server.core.numbers import release_of
 from tokenloom_server.errors import ConfigError
 from tokenloom_server.storage.file import pointer_fault_at
 
@@ -147,7 +147,7 @@ def write_seen(
         raise ConfigError(f"{str(state)!r} {fault}")
     try:
         installed = version(package)
-        if _numbers(installed) >= _numbers(known_before):
+        if release_of(installed) >= release_of(known_before):
             raise ConfigError(
                 f"{library} is asked by parts of it that are not public, and those of {package} {installed} were not "
                 f"looked at: pip install '{package}<{known_before}'"
@@ -180,7 +180,3 @@ def write_seen(
         f"- source: {json.dumps(str(spec))}\n"
         f"  seen: {{file: {json.dumps(str(output))}, sha256: {digest}}}"
     )
-
-
-def _numbers(release: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", release)[:2]]

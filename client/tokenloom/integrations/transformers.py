@@ -534,9 +534,8 @@ class _Flow(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self._trainer._saved_step == state.global_step:
-            self._trainer._called.add("_save_checkpoint")
-        self._trainer._require("_save_checkpoint")
+        if self._trainer._saved_step != state.global_step:
+            self._trainer._require("_save_checkpoint")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

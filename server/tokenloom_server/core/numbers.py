@@ -1,5 +1,5 @@
-"""Numbers as they are written: 500M, 10B and 1.5T by people, 2.1 epochs in a mixture file, and integers of variable
-length in protocol buffers and Thrift."""
+"""Numbers as they are written: 500M, 10B and 1.5T by people, 2.1 epochs in a mixture file, those of a package's
+release, and integers of variable length in protocol buffers and Thrift."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ def whole_and_part(epochs: float) -> tuple[float, Fraction]:
     if math.isinf(epochs):
         return math.inf, Fraction(0)
     return divmod(Fraction(repr(epochs)), 1)
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """The first two numbers of a package's version, of ``2.10.0+cpu`` (2, 10), to be compared."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 @lru_cache(4096)  # a message has two for each micro-step, mostly the same ones

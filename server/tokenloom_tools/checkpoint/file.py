@@ -18,6 +18,7 @@ from typing import Any
 from tokenloom_proto.files import open_file, read_file
 from tokenloom_proto.resume import KEY, older_payload
 from tokenloom_proto.seal import CHECKSUM, canonical, unseal
+from tokenloom_server.core.numbers import release_of
 from tokenloom_server.errors import ConfigError, SnapshotInvalid, reason
 from tokenloom_server.order.foreign_payload import is_nested
 from tokenloom_server.storage.file import pointer_fault_at
@@ -166,7 +167,7 @@ def _of_folder(path: Path) -> Iterator[DataState]:
 
 def require_safe_torch(version: str) -> None:
     """Raises ``ConfigError`` where ``weights_only`` of a torch does not keep what a file holds from being run."""
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < SAFE_TORCH:
+    if release_of(version) < SAFE_TORCH:
         raise ConfigError(
             f"this is torch {version}, in which weights_only=True does not keep a checkpoint from running code "
             "(CVE-2025-32434, CVE-2026-24747): install torch 2.10 or later"
